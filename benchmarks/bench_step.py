@@ -4,12 +4,19 @@
 
 Steps of all variants take turns, so that what else the machine does falls on all alike; each ratio
 is the median over rounds of a variant's time over the optimizer-alone time of the same round.
+
+    python benchmarks/bench_step.py --host-time
+
+A model of 544 parameters on 2 virtual replicas, whose time is the host's: a step, `js.train_loop`
+and `step.scan` beside a jitted loop, or a `lax.scan`, of the same model without this library.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -20,6 +27,7 @@ PARSER.add_argument("--width", type=int, default=768, help="of the MLP's 3 hidde
 PARSER.add_argument("--batch", type=int, default=64, help="examples per replica")
 PARSER.add_argument("--rounds", type=int, default=60)
 PARSER.add_argument("--virtual", action="store_true", help="all replicas on one device")
+PARSER.add_argument("--host-time", action="store_true", help="the host's time of a small step")
 PARSER.add_argument("--only", nargs="+", help="beside the first, steps that contain one of these")
 PARSER.add_argument("--out", type=Path)
 ARGS = PARSER.parse_args()
@@ -34,6 +42,7 @@ from machine import describe  # noqa: E402
 import jaxslowmo as js  # noqa: E402
 
 NEVER = 10**9
+PER_CALL = 48
 
 
 def init_mlp(width: int) -> dict[str, jax.Array]:
@@ -91,7 +100,97 @@ def variants() -> dict[str, dict]:
     return {name: parts for name, parts in found.items() if any(w in name for w in wanted)}
 
 
+def host_time() -> dict[str, float]:
+    """Return microseconds per update, the least of the rounds, by name of the loop."""
+    rng = np.random.default_rng(0)
+    params = {name: np.float32(rng.normal(size=(16, 16)) / 4) for name in ("in", "out")}
+    params |= {name: np.zeros(16, np.float32) for name in ("bias", "last")}
+    optimizer, mesh = optax.sgd(0.1), js.virtual_mesh({"replica": 2})
+    batch = jnp.asarray(np.float32(rng.normal(size=(8, 16))))
+
+    def small_loss(p: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ p["in"] + p["bias"]) @ p["out"] + p["last"] - x) ** 2)
+
+    @jax.vmap
+    def update(carry: tuple, x: jax.Array) -> tuple:
+        value, grads = jax.value_and_grad(small_loss)(carry[0], x)
+        updates, state = optimizer.update(grads, carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), value
+
+    def plain(fn: Callable, x: jax.Array, per_call: int) -> Callable[[int], None]:
+        both = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 2), params)
+        held = [(both, jax.vmap(optimizer.init)(both))]
+        fn = jax.jit(fn)
+
+        def run(count: int) -> None:
+            for _ in range(count // per_call):
+                held[0], value = fn(held[0], x)
+            jax.block_until_ready(value)
+
+        return run
+
+    def new_step(mode: str) -> tuple[js.train.TrainStep, list]:
+        sync = js.local_sgd("replica", sync_every=PER_CALL)
+        step = js.make_train_step(small_loss, optimizer, sync=sync, mesh=mesh, mode=mode)
+        return step, [step.init(params)]
+
+    def ours(name: str, x: jax.Array, per_call: int, mode: str) -> Callable[[int], None]:
+        step, held = new_step(mode)
+
+        def run(count: int) -> None:
+            for _ in range(count // per_call):
+                held[0], metrics = getattr(step, name)(held[0], x)
+            jax.block_until_ready(metrics)
+
+        return run
+
+    def loop(**options: int) -> Callable[[int], None]:
+        step, held = new_step("traced")
+
+        def run(count: int) -> None:
+            until = js.train.updates_of(held[0]) + count
+            batches = itertools.repeat(batch)
+            for result in js.train_loop(step, held[0], batches, num_steps=until, **options):
+                held[0] = result.state
+            jax.block_until_ready(result.metrics)
+
+        return run
+
+    split = batch.reshape(2, 4, 16)
+    many, many_split = (jnp.stack([x] * PER_CALL) for x in (batch, split))
+    runs = {
+        "plain": plain(update, split, 1),
+        "plain scan": plain(lambda c, x: jax.lax.scan(update, c, x), many_split, PER_CALL),
+        "step": ours("__call__", batch, 1, "traced"),
+        "step, host": ours("__call__", batch, 1, "host"),
+        "train_loop": loop(),
+        "scan": ours("scan", many, PER_CALL, "traced"),
+        "scan, host": ours("scan", many, PER_CALL, "host"),
+        "train_loop, scan": loop(steps_per_call=PER_CALL),
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    count = 10 * PER_CALL
+    for run in runs.values():
+        run(2 * PER_CALL)
+    for _ in range(ARGS.rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run(count)
+            times[name].append((time.perf_counter() - start) / count * 1e6)
+    return {name: min(taken) for name, taken in times.items()}
+
+
+def print_host_time() -> None:
+    found = host_time()
+    for name, taken in found.items():
+        base = "plain scan" if "scan" in name else "plain"
+        print(f"{name:20} {taken:7.1f} us per update  x{taken / found[base]:.2f} of {base}")
+
+
 def main() -> None:
+    if ARGS.host_time:
+        print_host_time()
+        return
     axes = {"replica": ARGS.replicas}
     where: jax.NamedSharding | None = None
     if ARGS.virtual:

@@ -206,17 +206,12 @@ def start_seconds(leaves: int) -> dict[str, list[float]]:
     """Until a step is on its way, devices having nothing else to do."""
     sync = js.local_sgd("replica", sync_every=10**6)
     mesh = js.make_mesh({"replica": ARGS.replicas})
-    step = js.make_train_step(loss, optax.identity(), mesh=mesh, sync=sync, mode="host")
-    params = stacked(shapes_of(leaves))
-    state = js.TrainState(
-        step=jax.ShapeDtypeStruct((ARGS.replicas,), jnp.int32),
-        params=params,
-        opt_state=jax.eval_shape(mapped(step.tx.init, mesh), params),
-        model_state={},
-        rng=jax.eval_shape(
-            lambda: jax.random.key_data(jax.random.split(jax.random.key(0), ARGS.replicas))
-        ),
-    )
+
+    def step_on(mesh: Any) -> Any:
+        return js.make_train_step(loss, optax.identity(), mesh=mesh, sync=sync, mode="host")
+
+    step, virtual = step_on(mesh), step_on(js.virtual_mesh({"replica": ARGS.replicas}))
+    state = jax.eval_shape(virtual.init, shapes_of(leaves))
     state, batch = placed((state, jax.ShapeDtypeStruct((8 * ARGS.replicas,), jnp.float32)), mesh)
     took = {CALLED: [], PLAIN: []}
     plain = jax.jit(lambda tree: jax.tree.map(lambda x: x * 1.5, tree), donate_argnums=0)

@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from .gradients import clip_by_global_norm as clip_by_global_norm
     from .gradients import dynamic_loss_scale as dynamic_loss_scale
     from .gradients import loss_scale_of as loss_scale_of
-    from .gradients import post_local_gradients as post_local_gradients
     from .gradients import skip_unused as skip_unused
     from .gradients import unused_names as unused_names
     from .gradients.reducer import hooks as hooks
@@ -75,7 +74,6 @@ if TYPE_CHECKING:
     from .tracing import unused_parameters as unused_parameters
     from .train import Evaluate as Evaluate
     from .train import Log as Log
-    from .train import Sweep as Sweep
     from .train import TrainPipeline as TrainPipeline
     from .train import TrainState as TrainState
     from .train import WeightedBatch as WeightedBatch
@@ -85,8 +83,8 @@ if TYPE_CHECKING:
     from .train import recommended_compiler_options as recommended_compiler_options
     from .train import set_hyperparams as set_hyperparams
     from .train import train_loop as train_loop
-    from .train import typed_keys as typed_keys
     from .train import uneven_batches as uneven_batches
+    from .train import with_exchange as with_exchange
     from .transform import Algorithm as Algorithm
     from .transform import Carry as Carry
     from .transform import Event as Event
@@ -116,7 +114,7 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
         ),
         "gradients": (
             "Policy accumulate all_reduce_gradients clip_by_global_norm dynamic_loss_scale "
-            "loss_scale_of post_local_gradients skip_unused unused_names"
+            "loss_scale_of skip_unused unused_names"
         ),
         "mesh": "check_in_sync check_same_tree consensus make_mesh replicate virtual_mesh",
         "pipeline": (
@@ -126,9 +124,9 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
         "sparse": "all_reduce_rows row_value_and_grad",
         "tracing": "check_all_used ready_order unused_parameters",
         "train": (
-            "Evaluate Log Sweep TrainPipeline TrainState WeightedBatch bounded host_mean "
+            "Evaluate Log TrainPipeline TrainState WeightedBatch bounded host_mean "
             "make_train_step recommended_compiler_options set_hyperparams train_loop "
-            "typed_keys uneven_batches"
+            "uneven_batches with_exchange"
         ),
         "transform": (
             "Algorithm Carry Event ExchangeState GradientSpec GradientTransform ParameterTransform "

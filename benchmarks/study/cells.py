@@ -46,7 +46,7 @@ _SPARSE = (SPARSE_LOCO, SPARSE_LOCO.removesuffix(FEEDBACK))
 
 
 def make_of(cell: Cell) -> Callable[[Mapping[str, Any]], optax.GradientTransformation]:
-    """Return the function from a setting to the transforms, for `js.Sweep`."""
+    """Return the function from a setting, of numbers or traced, to the transforms."""
 
     def make(setting: Mapping[str, Any]) -> optax.GradientTransformation:
         def rate(count: Any) -> Any:

@@ -3,7 +3,7 @@
     make demo
 
 32 virtual replicas of a perceptron learn handwritten digits, from 10 seeds, in one program per
-algorithm (`js.Sweep`): with an all-reduce of the gradients in every update, with averages of the
+algorithm: with an all-reduce of the gradients in every update, with averages of the
 parameters every 48 updates, with slow momentum in place of these averages, and as DiLoCo does.
 """
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from cells import FIRST_TUNING_SEED, grid_of, make_of
 from rows import Cell, Row, by_cell
 from tasks import TASKS, Task, stacked
-
-import jaxslowmo as js
 
 SEGMENTS = 20  # of the curves
 # Replicas whose parameters and moments fit into the caches of two cores together.
@@ -90,32 +89,42 @@ def losses_of(
     cell: Cell, task: Task, settings: dict[str, np.ndarray], seeds: range, segments: int
 ) -> dict[str, np.ndarray]:
     """Train, and return the consensus' losses by part: (segments, settings, seeds)."""
-    sweep = js.Sweep(
-        loss_fn=task.loss_fn,
-        make=make_of(cell),
-        settings=settings,
-        replicas=cell.replicas,
-        at_once=max(1, REPLICAS_AT_ONCE[cell.part] // (cell.replicas * len(seeds))),
-    )
-    batches = stacked(functools.partial(_batches, cell, task), seeds)
-    held_out = stacked(task.held_out, seeds)
+    make = make_of(cell)
+    over_replicas = functools.partial(jax.vmap, axis_name="replica", axis_size=cell.replicas)
+
+    def one_run(setting: Any, params: Any, batches: Any, held_out: Any) -> Any:
+        tx = make(setting)
+
+        def update(model: Any, batch: Any) -> Any:
+            params, state = model
+            gradients = jax.grad(task.loss_fn)(params, batch)
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        def segment(models: Any, batches: Any) -> Any:
+            models, _ = jax.lax.scan(lambda *x: (over_replicas(update)(*x), None), models, batches)
+            # The graphs of the study's gossip are regular, so its replicas have equal weights.
+            consensus = jax.tree.map(lambda x: x.mean(0), models[0])
+            return models, {name: task.loss_fn(consensus, x) for name, x in held_out.items()}
+
+        models = over_replicas(lambda p: (p, tx.init(p)), in_axes=None)(params)
+        parts = jax.tree.map(lambda x: x.reshape(segments, -1, *x.shape[1:]), batches)
+        return jax.lax.scan(segment, models, parts)[1]
 
     @jax.jit
-    def evaluate(models: Any, parts: Any) -> Any:
-        def of_setting(model: Any) -> Any:
-            return {name: jax.vmap(task.loss_fn)(model, x) for name, x in parts.items()}
+    def all_runs(settings: Any, *of_seeds: Any) -> Any:
+        def one_setting(setting: Any) -> Any:
+            return jax.vmap(functools.partial(one_run, setting))(*of_seeds)
 
-        return jax.lax.map(of_setting, models)
+        at_once = max(1, REPLICAS_AT_ONCE[cell.part] // (cell.replicas * len(seeds)))
+        return jax.lax.map(one_setting, settings, batch_size=at_once)
 
-    state, history = sweep.init(stacked(task.params, seeds)), []
-    for part in np.split(batches, segments, axis=1):
-        state, _ = sweep.run(state, part)
-        history.append(evaluate(sweep.consensus(state), held_out))
-    return jax.tree.map(lambda *x: np.stack(x), *jax.device_get(history))
+    def batches_of(seed: int) -> Any:
+        return task.batches(seed, cell.steps, cell.replicas)
 
-
-def _batches(cell: Cell, task: Task, seed: int) -> np.ndarray:
-    return task.batches(seed, cell.steps, cell.replicas)
+    of_seeds = (stacked(make, seeds) for make in (task.params, batches_of, task.held_out))
+    losses = jax.device_get(all_runs(settings, *of_seeds))
+    return jax.tree.map(lambda x: np.moveaxis(x, -1, 0), losses)
 
 
 def _rounded(values: Any) -> Any:

@@ -66,8 +66,6 @@ def diloco(
     owner = "diloco"
     group = checked_group(owner, axis_name, local_axis_name, bucket_bytes, codec)
     is_element_wise = outer_optimizer is None or shard_state is True
-    if shard_state is None and not is_element_wise:
-        shard_state = False
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     if not isinstance(outer_optimizer, optax.GradientTransformation) or isinstance(
@@ -88,7 +86,7 @@ def diloco(
         group,
         as_schedule(sync_every),
         outer_optimizer,
-        is_sharded=shards_state(owner, shard_state, group),
+        is_sharded=shards_state(owner, shard_state, group, is_element_wise=is_element_wise),
         is_element_wise=is_element_wise,
         fragments=fragments,
         delay=delay,

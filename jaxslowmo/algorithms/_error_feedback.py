@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from .._support.types import PyTree
-from ..collectives import relative_weight, scaled, total_weight
+from ..collectives import scaled
 from ..collectives.codecs import Codec, Half
 from ..transform import ReplicaGroup
 from ..tree import added, at_least_float32
@@ -48,10 +48,8 @@ def part_to_send(
 
     Communication: with a weight one all-reduce of 8 bytes over the axes.
     """
-    anyone = None
-    if weight is not None:
-        total = total_weight(weight, replicas.axis_name)
-        factor, anyone = relative_weight(weight, total, replicas.axis_name), total.weight > 0
+    factor, anyone = replicas.shares(weight)
+    if factor is not None:
         displaced = jax.tree.map(lambda x: scaled(x, factor), displaced)
     return jax.tree.map(added, displaced, residual) if has_leaves(residual) else displaced, anyone
 

@@ -7,9 +7,10 @@ values, each weighted with P[i, k] w_k, and the sum of these weights. So sent va
 range of parameters whatever the weights are, and nodes that agree keep their value exactly.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
+from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
 from ..collectives import in_slices, permute
@@ -104,6 +106,24 @@ class Gossip:
           over `axis_name`, in the dtype of a codec that narrows it, and of 4 bytes of w if weights
           differ.
         """
+        over = self.over
+        floats = jnp.zeros([], jnp.float32), jnp.zeros([], jnp.result_type(float))
+        results = over.own(like), *(over.own(x, [P()]) for x in floats)
+        values = jax.tree.map(lambda x, y: cast(x, y.dtype), values, like)
+        given = [over.own(values), over.own(weight, [P()])]
+        known = number if isinstance(number, int) else None
+        if known is None:  # the state knows which exchange this is
+            given.append(over.own(number, [P()]))
+
+        def run(group: ReplicaGroup, values: PyTree, weight: jax.Array, *index: Any) -> list[Any]:
+            gossip = dataclasses.replace(self, over=group)
+            return gossip._exchange(known if known is not None else index[0], values, weight)
+
+        mean, received, kept = over.run(run, given, *results)
+        return Arrival(mean, received), kept
+
+    def _exchange(self, number: int | jax.Array, values: PyTree, weight: jax.Array) -> list[Any]:
+        """Return mean, weight and kept share, where the axes are mapped."""
 
         def run(index: int, operand: tuple[Flats, jax.Array]) -> tuple[Flats, jax.Array, jax.Array]:
             with phase_scope(round_event(index)):
@@ -117,7 +137,7 @@ class Gossip:
             return flat
 
         # Packed outside the switch, so that each of its branches holds only a few collectives.
-        packing = packing_of(like, self.over)
+        packing = packing_of(values, self.over)
         size = len(self.plan.rounds)
         flats, received, kept = run_one_of(
             number % size,
@@ -125,7 +145,7 @@ class Gossip:
             (packing.pack(values, encoded, role="round"), weight),
             axes=self.over.bound_axes,
         )
-        return Arrival(packing.unpack(flats), received.astype(jnp.float32)), kept
+        return [packing.unpack(flats), received.astype(jnp.float32), kept]
 
     def _run(
         self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: TreePacking
@@ -209,17 +229,17 @@ def weight_after(kept: jax.Array, weight: jax.Array, arrival: Arrival) -> jax.Ar
     return kept * weight.astype(kept.dtype) + arrival.weight.astype(kept.dtype)
 
 
-def unsent(values: PyTree, over: ReplicaGroup, codec: Half, like: PyTree) -> PyTree:
+def unsent(values: PyTree, codec: Half, like: PyTree) -> PyTree:
     """Return the residual of encoding `values`, which a node does not send, like `like`.
 
     Communication: none.
     """
 
-    def residual(buffer: Buffer, flat: jax.Array) -> jax.Array:
-        narrowed = codec.narrows(buffer.dtype)
-        return codec.part(flat)[1] if narrowed else jnp.zeros_like(flat)
+    def residual(x: jax.Array, like: jax.Array) -> jax.Array:
+        sent = cast(x, like.dtype)
+        return codec.part(sent)[1] if codec.narrows(sent.dtype) else jnp.zeros_like(sent)
 
-    return packing_of(like, over).through(residual, values)
+    return jax.tree.map(residual, values, like)
 
 
 def pulled_with_residual(

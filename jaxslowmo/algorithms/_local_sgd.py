@@ -231,7 +231,7 @@ def _with_means(
 ) -> Carry:
     """Average what is averaged with the parameters, and change moments where they are."""
     # Layouts, buckets and codec are those of parameters, so statistics are sent without.
-    means = ReplicaGroup(replicas.axis_name).mean(carry.statistics, context.weight)
+    means = replicas.plain.mean(carry.statistics, context.weight)
     carry = carry._replace(statistics=means)
     return changed_moments(old, carry, replicas, context, inner_state)
 

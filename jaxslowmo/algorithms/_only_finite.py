@@ -81,7 +81,7 @@ def _only_finite(inner: Algorithm) -> Algorithm:
     def checked(event: Event) -> Event:
         def run(carry: Carry, replicas: ReplicaGroup, context: UpdateContext) -> Carry:
             with phase_scope(event.name if event.forms is None else EVERY_PHASE):
-                allowed, local = permit(carry, inner.axes)
+                allowed, local = permit(carry, replicas.over(inner.axes))
             before = carry.before
 
             def exchange(carry: Carry) -> Carry:
@@ -112,12 +112,12 @@ def _only_finite(inner: Algorithm) -> Algorithm:
     )
 
 
-def permit(carry: Carry, axes: tuple[str, ...]) -> tuple[jax.Array, Any]:
+def permit(carry: Carry, replicas: ReplicaGroup) -> tuple[jax.Array, Any]:
     """Return whether parameters and statistics are finite on all replicas, and the local state.
 
-    Communication: one all-reduce of 4 bytes over `axes`.
+    Communication: one all-reduce of 4 bytes.
     """
     # Replicas agree on a flag and not on values, so that no NaN is sent.
-    allowed = ReplicaGroup(axes).agree(all_finite((rounded(carry), carry.statistics)))
+    allowed = replicas.agree(all_finite((rounded(carry), carry.statistics)))
     refused = carry.local["refused"] + (~allowed).astype(jnp.int32)
     return allowed, carry.local | {"refused": refused}

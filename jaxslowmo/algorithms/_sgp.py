@@ -223,7 +223,8 @@ def _exchanged(
     if statistics:
         # Model state has the same weights and is never late. It is exchanged separately: it
         # results from the forward pass, for which the parameters' exchange need not wait.
-        separate = Gossip(ReplicaGroup(replicas.axis_name, replicas.local_axis_name), plan)
+        plain = replicas.plain.over(local_axis_name=replicas.local_axis_name)
+        separate = Gossip(plain, plan)
         others, _ = separate.exchange(number, statistics, w, like=statistics)
         share = others.weight.astype(kept.dtype) / weight_after(kept, w, others)
         new = pulled(statistics, statistics, others, share)
@@ -245,7 +246,7 @@ def _exchanged(
     if not isinstance(codec, Half):
         y = pulled(y, values, arrival, share)
     else:
-        residual = unsent(values, replicas, codec, params)
+        residual = unsent(values, codec, params)
         sent_share = (1 - kept) * w.astype(kept.dtype) / after
         y = pulled_with_residual(
             y, values, residual, arrival, codec, share=share, sent_share=sent_share

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.core import Tracer
 
 from .._support.checks import checks_flags, warn_once
@@ -23,7 +22,7 @@ from ..transform import (
     checked_group,
     every,
 )
-from .outer import ALONE, NO_RATE, Fragments, OuterRate, outer_algorithm, shards_state
+from .outer import ALONE, Fragments, OuterRate, outer_algorithm, shards_state
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
@@ -258,7 +257,7 @@ def _outer_rate(learning_rate: LearningRate) -> OuterRate:
         # Rates that may grow again are observed in every update; see `slow_momentum`.
         return OuterRate(lambda count, given: jnp.asarray(schedule(count)), _observed)
     if learning_rate == "optimizer":
-        return OuterRate(_passed_rate, _observed, _agreed, is_passed=True)
+        return OuterRate(_passed_rate, _observed, True, lambda state: state.last_rate)
     if isinstance(learning_rate, str):
         raise ValueError(
             'slowmo: `learning_rate` must be a number, a schedule, "optimizer" or None, got '
@@ -288,25 +287,6 @@ def _passed_rate(count: jax.Array, given: Any) -> jax.Array:
 def _observed(state: SlowMomentumState, gamma: jax.Array) -> SlowMomentumState:
     """Return the state after any update at this rate, since the next `velocity` includes it."""
     return state._replace(since=jnp.maximum(state.since, _rate(gamma)))
-
-
-def _agreed(
-    state: SlowMomentumState, gamma: jax.Array, axes: tuple[str, ...]
-) -> tuple[SlowMomentumState, jax.Array]:
-    """Return the largest rates of the replicas that have one; the last rate if none has.
-
-    Communication: one all-reduce of 8 bytes over `axes`.
-    """
-    # Replicas step shards of one anchor, or anchors that should stay equal, so they need one rate.
-    rates = jnp.stack([gamma, state.since])
-    # jax has no derivative of pmax, and inside vmap and jit it calls a custom rule (jax.custom_jvp)
-    # without the axis. So each replica differentiates its local rate through this added 0.
-    zero = rates - lax.stop_gradient(rates)
-    # An infinite rate would make it NaN, and on that replica only.
-    zero = jnp.where(jnp.isfinite(rates), zero, 0)
-    largest, since = lax.pmax(lax.stop_gradient(rates), axes) + zero
-    gamma = jnp.where(largest == NO_RATE, state.last_rate, largest)
-    return state._replace(since=since), gamma
 
 
 def _check_base(base: ParameterTransform | None, schedule: Every, exact_average: bool) -> None:

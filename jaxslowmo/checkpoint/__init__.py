@@ -6,5 +6,4 @@ from ._export import export_consensus as export_consensus
 from ._export import load_consensus as load_consensus
 from ._folder import CheckpointError as CheckpointError
 from ._folder import UnansweredError as UnansweredError
-from ._placement import SavedForm as SavedForm
 from ._restore import Restored as Restored

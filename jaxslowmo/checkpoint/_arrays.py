@@ -97,16 +97,15 @@ def read_arrays(path: epath.Path, structs: dict[str, jax.ShapeDtypeStruct]) -> l
             raise failed[0]
     except Exception as error:  # tensorstore raises many kinds
         raise UnreadableError(f"{path.parent} is damaged: {first_line(error)}.") from error
-    empty = {k: placed(np.zeros(x.shape, x.dtype), x) for k, x in structs.items() if not x.size}
+    none = {key: x for key, x in structs.items() if not x.size}
+    empty = {key: placed(np.zeros(x.shape, x.dtype), x.sharding) for key, x in none.items()}
     arrays = found | empty
     return [arrays[key] for key in structs]
 
 
-def placed(x: Any, like: jax.ShapeDtypeStruct) -> Any:
-    """Return an array of the host with the sharding of `like`; itself if that has none."""
-    if like.sharding is None:
-        return x
-    return array_from_host(like.shape, like.sharding, lambda index: x[index])
+def placed(x: Any, sharding: jax.sharding.Sharding | None) -> Any:
+    """Return an array of the host with this sharding; itself for None."""
+    return x if sharding is None else array_from_host(x.shape, sharding, lambda index: x[index])
 
 
 @jax.jit

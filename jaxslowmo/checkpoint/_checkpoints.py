@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .._support.checks import checked_int, checks_flags, warn_user
 from .._support.files import MAX_STEP, complete_steps, io_errno
 from .._support.types import PyTree
+from ..embedding import Embeddings
 from ..train import TrainState, TrainStep, updates_of
 from ._folder import (
     CheckpointError,
@@ -24,7 +25,7 @@ from ._folder import (
 )
 from ._notes import Notes
 from ._record import as_stored, checked_json, read_record, record_of
-from ._restore import Restored, SavedFormLike, Template, read
+from ._restore import Restored, Template, read
 from ._writing import FolderWrite
 
 
@@ -96,6 +97,7 @@ class Checkpoints:
         extra: Mapping[str, Any] | None = None,
         wait: bool = False,
         metrics: Mapping[str, Any] | None = None,
+        embeddings: Embeddings | None = None,
     ) -> None:
         """Save the whole state of a run; a checkpoint of the same step is replaced.
 
@@ -112,6 +114,8 @@ class Checkpoints:
           wait: whether to return only when the checkpoint is complete; the default is False.
           metrics: numbers by name, such as `{"loss": 0.3}`, to save with it: that of `keep_best`,
             and others. Process 0's are saved. A NaN is never the best.
+          embeddings: the tables of the step, `step.embeddings`: a restore with other numbers of
+            rows, which padded arrays need not show, is then refused.
 
         Raises:
           ValueError: step < 0 or >= 2**31, no `TrainState`, `extra` that is no JSON, `metrics`
@@ -144,7 +148,7 @@ class Checkpoints:
         }
         self.wait()
         stored = _safe_copies(as_stored(state))
-        record = record_of(state).with_arrays(stored, **about)
+        record = record_of(state, embeddings).with_arrays(stored, **about)
         self._writing = FolderWrite(
             self._folder / str(step),
             # Arrays of size 0 are not written: the record has their shapes.
@@ -224,7 +228,7 @@ class Checkpoints:
         seed: int = 0,
         step: int | None = None,
         fallback: bool = False,
-        saved_form: SavedFormLike = None,
+        names: Mapping[str, str] | None = None,
     ) -> Restored:
         """Restore the state of a checkpoint on the replicas of `train_step`.
 
@@ -234,12 +238,15 @@ class Checkpoints:
         kept exactly, floats of the optimizers' states are averaged, counters continue, and PRNG
         keys are made anew; each process then reads the whole checkpoint into its memory.
 
+        With another `sync`, such as one of another codec, delay, base or number of fragments, what
+        both remember goes on, by its name; the rest begins anew or is dropped, and notes say so.
+
         If a pipeline had the parameters in other stages, or in none, they are moved by their names
         in the model, together with the values that the optimizer and the parameter transform keep
         for each. No value changes, and a note describes the move.
 
         Args:
-          train_step: a training step with the model, optimizer and transforms of the checkpoint.
+          train_step: a training step with the model, optimizer and `gradients` of the checkpoint.
           params: one copy of the parameters, as for `train_step.init`; values do not matter.
           model_state: one copy of the model state, as for `train_step.init`.
           seed: seed of new PRNG keys if the number of replicas differs; the step is folded in. The
@@ -247,17 +254,16 @@ class Checkpoints:
           step: step of the checkpoint; the default is the newest.
           fallback: whether to warn, and restore the checkpoint before, if one cannot be read. The
             default is False.
-          saved_form: the form that parameters had in the model when it was saved, if it differs
-            from the current one. If it differs between checkpoints, a function that returns it, or
-            None, from the `extra` that was saved.
+          names: maps parameters to the names that they had in the saved model, such as
+            `{"head/kernel": "output/kernel"}`, used where the checkpoint has no leaf of their name.
 
         Returns:
           A `Restored`.
 
         Raises:
           CheckpointError: no such checkpoint; damaged files; another library's, or a newer format;
-            a checkpoint of another model, optimizer or algorithm; with `saved_form` or from other
-            stages, a state that depends on parameters and does not show on which.
+            a checkpoint of another model, optimizer or gradient transform; from other stages, a
+            state that depends on parameters and does not show on which.
           UserWarning: for each checkpoint that cannot be read, with `fallback`.
 
         Communication: on the same number of replicas one all-reduce of 8 bytes per array, over all
@@ -272,10 +278,10 @@ class Checkpoints:
                 "Checkpoints.restore: `train_step` must be made by `js.make_train_step`, got "
                 f"{type(train_step).__name__}."
             )
-        template = Template.of(train_step, params, model_state, seed)
+        template = Template.of(train_step, params, seed, names, model_state=model_state)
         while True:
             try:
-                return self._read(step, template, saved_form)
+                return self._read(step, template)
             except UnreadableError as error:
                 older = _older(error, step, steps, fallback)
                 self._unreadable.add(step)
@@ -306,11 +312,11 @@ class Checkpoints:
             except UnreadableError as error:
                 step = _older(error, step, steps, fallback)
 
-    def _read(self, step: int, template: Template, form: SavedFormLike) -> Restored:
+    def _read(self, step: int, template: Template) -> Restored:
         """Read the state of a checkpoint; a failure on one process is raised on all."""
         finish, error, note = None, None, None
         try:
-            finish = read(self._folder / str(step), template, form)
+            finish = read(self._folder / str(step), template)
         except Exception as caught:  # any kind: the other processes must learn of it
             error = caught
             note = [isinstance(caught, UnreadableError), str(caught)[:2000], io_errno(caught)]

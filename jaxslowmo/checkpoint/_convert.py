@@ -1,7 +1,8 @@
-"""Conversion of a saved state to another form of the parameters and another number of replicas."""
+"""Conversion of a saved state, on the host, to the form that a run has now."""
 
 import math
-from collections.abc import Set
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,167 +12,292 @@ import numpy as np
 from .._support.types import PyTree
 from ..gradients.precision import DynamicLossScaleState
 from ..mesh import Shares, numbered_key
-from ..train import TrainState
-from ..transform import ExchangeState, ParameterTransform, shifted_copies
-from ..tree import in_model_form, leaf_names, mirrored, replaced
-from ._folder import CheckpointError
-from ._placement import SavedForm, StatePlacement, carry_leaf, stacked
-from ._record import Record, is_key
-from ._stages import layout_of, names_inside, of_params, parts_of, read_part, restaged
+from ..train import TrainState, TrainStep
+from ..transform import Algorithm, ParameterTransform, is_state_of, shifted_copies
+from ..tree import in_model_form, mirrored
+from ._algorithms import FLIGHT, in_form_of
+from ._arrays import host_print
+from ._folder import CheckpointError, epath
+from ._record import SHARED, LeafRecord, Record, is_key, named, record_of
+from ._stages import moved_note, names_inside, of_params, parts_of, read_part, restaged
+
+NUM_LISTED = 5  # differences in a message
+_EXCHANGE = "exchange/local", SHARED.rstrip("/")  # begin the names of leaves of the algorithm
+_OPTIMIZERS = "opt_state/", "exchange/gradients/"
 
 
-def recorded_form(record: Record, params: PyTree) -> SavedForm:
-    """Return the form that parameters had when they were saved, according to the record.
-
-    Its tree is the list of the arrays that were saved: buffers of stages, or the model's leaves.
+def converted(
+    path: epath.Path,
+    record: Record,
+    now: Record,
+    structs: TrainState,
+    step: TrainStep,
+    seed: int,
+    names: Mapping[str, str],
+) -> tuple[list[Any], bool, list[str]]:
+    """Return a saved state in the form of this run.
 
     Args:
-      record: the record of the checkpoint.
-      params: types of one copy of the current parameters.
+      path: path of the checkpoint.
+      record: its record.
+      now: record of a fresh state of this run.
+      structs: types of that state.
+      step: the training step.
+      seed: seed of PRNG keys that are made anew.
+      names: maps a parameter to the name that it may have in the checkpoint.
+
+    Returns:
+      The leaves of the state as NumPy arrays, keys as their data; whether every value is as it was
+      saved; and sentences that say what was done.
+
+    Raises:
+      CheckpointError: leaves of another model or optimizer, before arrays are read; or leaves that
+        belong to no parameter.
+
+    Communication: none.
     """
-    saved = record.only("params").leaves
-    parts = parts_of(record.layout, [leaf.name for leaf in saved])
+    form = in_model_form(structs)
+    wanted = {leaf.name: leaf for leaf in record_of(form).leaves}
+    before = _renamed(record, wanted, names)
+    _check_leaves(path, before, wanted)
+    moves = record.layout != now.layout
+    layouts = [x for x in (record.layout, now.layout) if x] if moves else []
+    inside = [names_inside(layout) for layout in layouts]
+    if moves:
+        _check_movable(path, layouts, inside, before.values(), _free(structs))
+    arrays = record.read(path, [None] * len(record.leaves))
+    record.check_prints(path, [host_print(x) for x in arrays])
+    parts = {x.name: x for x in parts_of(record.layout, [leaf.name for leaf in record.leaves])}
+    values = {name: read_part(parts[leaf.name], arrays) for name, leaf in before.items()}
+    parameters = [name for name in wanted if name.startswith("params/")]
+    tree = jax.tree.structure(form.params).unflatten(values[name] for name in parameters)
+    params, algorithm = restaged(structs.params, tree), None
+    if step.sync is not None:
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), structs.params)
+        algorithm = step.sync.bound(step.mesh.shape, one).algorithm
+    exchange, notes = in_form_of(
+        _exchange_of(wanted),
+        _exchange_of(values),
+        {name.removeprefix("params/"): wanted[name].own_shape for name in parameters},
+        lambda: _first_exchange(algorithm, params, structs, record.replicas),
+        keeps_flight=record.empty == now.empty and _is_alike(before, wanted, inside),
+    )
+    values |= exchange
+    state = restaged(structs, jax.tree.structure(form).unflatten(values[name] for name in wanted))
+    if record.replicas != now.replicas:
+        state, others = resized(state, structs, step.sync, algorithm, record.step, seed)
+        notes = [*others, *_kept(before.keys() & wanted.keys()), *notes]
+    is_exact = record.replicas == now.replicas and not notes
+    notes = [moved_note(record.layout, now.layout), *notes] if moves else notes
+    return jax.tree.leaves(state), is_exact, notes
 
-    def convert(arrays: list[Any]) -> PyTree:
-        whole = [read_part(part, arrays) for part in parts]
-        return restaged(params, jax.tree.structure(in_model_form(params)).unflatten(whole))
 
-    types = [jax.ShapeDtypeStruct(leaf.shape[1:], jnp.dtype(leaf.dtype)) for leaf in saved]
-    return SavedForm(types, convert)
+def _exchange_of(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in leaves.items() if name.startswith(_EXCHANGE)}
 
 
-def check_recorded(form: SavedForm, record: Record, path: object) -> None:
-    """Raise `CheckpointError` for a form of other stages than those of the checkpoint."""
-    if not (layout := of_params(layout_of({"params": form.params}))):
-        return  # without stages, names and shapes are compared later
-    if layout != of_params(record.layout):
+def _renamed(
+    record: Record, wanted: Mapping[str, LeafRecord], names: Mapping[str, str]
+) -> dict[str, LeafRecord]:
+    """Return the leaves of a checkpoint by the names that this run has for them."""
+    saved = {leaf.name: leaf for leaf in record.whole().leaves}
+    sources = {name: name for name in wanted}
+    for name in wanted.keys() - saved.keys():
+        if param := mirrored(name, names):
+            sources[name] = f"{name.removesuffix(param)}{names[param]}"
+    found = {name: saved[other] for name, other in sources.items() if other in saved}
+    copies = {n for _, packing in of_params(record.layout) for n in packing["copies"]}
+    # A tied parameter has one name in one form of a model, and two in another.
+    dropped = {name for name in saved if names and mirrored(name, copies)}
+    dropped |= {leaf.name for leaf in found.values()}
+    return found | {name: leaf for name, leaf in saved.items() if name not in dropped}
+
+
+def _check_leaves(
+    path: epath.Path, saved: Mapping[str, LeafRecord], wanted: Mapping[str, LeafRecord]
+) -> None:
+    """Raise `CheckpointError` unless both have the same leaves, those of exchanges left out."""
+    wrong = []
+    for name in dict.fromkeys([*wanted, *saved]):
+        fresh, then = wanted.get(name), saved.get(name)
+        then = as_wide(then, fresh) if then and fresh else then
+        texts = ["missing" if x is None else x.text() for x in (then, fresh)]
+        if texts[0] != texts[1] and not name.startswith(_EXCHANGE):
+            wrong.append(f"{name} is {texts[0]} in the checkpoint and {texts[1]} in this run")
+    # Another model explains all the rest.
+    if wrong := [text for text in wrong if text.startswith("params/")] or wrong:
+        more = f"; and {len(wrong) - NUM_LISTED} more" if len(wrong) > NUM_LISTED else ""
         raise CheckpointError(
-            f"{path} records other stages than those of `saved_form`: other layers are in their "
-            "buffers. Leave `saved_form` out, so that the record decides."
+            f"{path} is of another model, optimizer or gradient transform: "
+            f"{'; '.join(wrong[:NUM_LISTED])}{more}. Restore it with those that it was made with."
         )
 
 
-def check_movable(path: object, saved: Record, now: Record, wanted: Record, free: Set[str]) -> None:
+def as_wide(leaf: LeafRecord, now: LeafRecord) -> LeafRecord:
+    """Return a saved leaf with the dtype of a fresh one if that may widen.
+
+    The first update may widen the state of an optimizer:
+    `optax.inject_hyperparams(hyperparam_dtype=...)` multiplies moments in half precision by float32
+    hyperparameters.
+    """
+    fresh, dtype = jnp.dtype(now.dtype), jnp.dtype(leaf.dtype)
+    floating = all(jnp.issubdtype(x, jnp.floating) for x in (fresh, dtype))
+    is_wider = floating and dtype.itemsize > fresh.itemsize and leaf.name.startswith("opt_state/")
+    return leaf._replace(dtype=now.dtype) if is_wider else leaf
+
+
+def _free(structs: TrainState) -> set[str]:
+    """Return the names of leaves of optax transforms outside of trees of stages.
+
+    They are equal on all stages, because of `over_stages`. States of transforms that exchange are
+    not among them.
+    """
+
+    def exchanges(x: Any) -> bool:
+        return is_state_of(x, "gradients") or is_state_of(x, "parameters")
+
+    others = jax.tree.map(
+        lambda x: None if exchanges(x) else x, structs.opt_state, is_leaf=exchanges
+    )
+    return set(named({"opt_state": others}))
+
+
+def _check_movable(
+    path: epath.Path,
+    layouts: Sequence[Mapping[str, Any]],
+    inside: Sequence[Mapping[str, bool]],
+    leaves: Collection[LeafRecord],
+    free: Collection[str],
+) -> None:
     """Raise `CheckpointError` for leaves that cannot be moved to another layout by their names.
 
     Args:
       path: path of the checkpoint, for the message.
-      saved: record of the checkpoint.
-      now: record of a state of this run.
-      wanted: record of the checkpoint's state as this run has it in the model's tree.
-      free: names of leaves that depend on no stage, or that the parameter transform moves.
+      layouts: the layouts of checkpoint and run, of those that have stages.
+      inside: for each of them the names in its stages, and whether they belong to a parameter.
+      leaves: the leaves of the checkpoint in the model's tree.
+      free: names of leaves that depend on no stage.
     """
-    copies = [
-        {n for _, packing in of_params(x.layout) for n in packing["copies"]} for x in (saved, now)
-    ]
-    if saved.layout and now.layout and copies[0] != copies[1]:
+    copies = [{n for _, packing in of_params(x) for n in packing["copies"]} for x in layouts]
+    if copies[0] != copies[-1]:
         raise CheckpointError(
-            f"{path} has other tied parameters than this run: {sorted(copies[0] ^ copies[1])} are "
+            f"{path} has other tied parameters than this run: {sorted(copies[0] ^ copies[-1])} are "
             "copies of others in one of the two. Restore it with those that it was made with."
         )
-    staged = [names_inside(x.layout) for x in (saved, now) if x.layout]
-    checked = {x.name for x in wanted.leaves} - free
     wrong = [
-        f"{leaf.name} {list(leaf.shape[1:])}"
-        for leaf in saved.whole().leaves
-        if leaf.name.startswith("opt_state/") and leaf.name in checked and not leaf.key_impl
+        f"{leaf.name} {list(leaf.own_shape)}"
+        for leaf in leaves
+        if leaf.name.startswith(_OPTIMIZERS) and leaf.name not in free and not leaf.key_impl
         # Outside of the trees of stages counters are allowed, and larger leaves are not.
-        if not all(names.get(leaf.name, math.prod(leaf.shape[1:]) < 2) for names in staged)
+        if not all(names.get(leaf.name, math.prod(leaf.own_shape) < 2) for names in inside)
     ]
     if wrong:
-        raise _indistinct(path, "in other stages, or in none,", wrong)
-
-
-def structs_then(form: SavedForm, now: TrainState) -> TrainState:
-    """Return the types of a state as it was saved, from those of the current state.
-
-    Args:
-      form: form of the parameters when the state was saved.
-      now: types of the current state, stacked.
-    """
-
-    def then(x: PyTree) -> PyTree:
-        leaves = jax.tree.leaves(x)
-        # Moments all have one dtype, or each has that of its parameter.
-        dtype = leaves[0].dtype if len({leaf.dtype for leaf in leaves}) == 1 else None
-        return jax.tree.map(
-            lambda p: jax.ShapeDtypeStruct((leaves[0].shape[0], *p.shape), dtype or p.dtype),
-            form.params,
+        raise CheckpointError(
+            f"{path} was saved with parameters in other stages, or in none, and holds what cannot "
+            f"be distinguished by parameter: {', '.join(wrong)} in the states of gradient "
+            "transform and optimizer. Go on with the stages that it had."
         )
 
-    return replaced(now.params, now, then)
 
-
-def converted(form: SavedForm, state: TrainState, path: object) -> TrainState:
-    """Convert every tree of a saved state that has the form of its parameters to the current form.
-
-    Args:
-      form: form of the parameters when the state was saved.
-      state: the saved state, stacked NumPy arrays.
-      path: path of the checkpoint, for messages.
-
-    Raises:
-      CheckpointError: leaves that depend on parameters and are in no tree of the saved form.
-    """
-    # The state of the parameter transform, the last, has trees like the parameters and counters.
-    rest = replaced(state.params, state.opt_state[:-1], lambda x: None)
-    named = zip(leaf_names(rest), jax.tree.leaves(rest), strict=True)
-    # In buckets of error feedback and factors of moments no element belongs to a known parameter.
-    wrong = [f"{name} {list(x.shape[1:])}" for name, x in named if np.size(x) > len(x)]
-    if wrong:
-        raise _indistinct(path, "of another form", wrong)
-    return replaced(state.params, state, form.convert)
-
-
-def _indistinct(path: object, how: str, wrong: list[str]) -> CheckpointError:
-    return CheckpointError(
-        f"{path} was saved with parameters {how} and holds what cannot be distinguished by "
-        f"parameter: {', '.join(wrong)} in the states of gradient transform and optimizer. Go on "
-        "with the form, such as the stages, that it had."
+def _is_alike(
+    saved: Mapping[str, LeafRecord],
+    wanted: Mapping[str, LeafRecord],
+    inside: Sequence[Mapping[str, bool]],
+) -> bool:
+    """Return whether what each replica has for its exchanges is of one form, also in stages."""
+    forms = [
+        {name: x.text() for name, x in leaves.items() if name.startswith(_EXCHANGE[0])}
+        for leaves in (saved, wanted)
+    ]
+    # Parts of a stage's buffer are of no parameter.
+    is_moved = any(
+        FLIGHT.match(name) and leaf.own_shape and name not in names
+        for name, leaf in saved.items()
+        for names in inside
     )
+    return forms[0] == forms[1] and not is_moved
+
+
+def _first_exchange(
+    algorithm: Algorithm | None, params: PyTree, structs: TrainState, replicas: int
+) -> dict[str, Any]:
+    """Return the first arrays of exchanges of saved parameters by name, in the model's trees."""
+    assert algorithm is not None, "without one there are no leaves"
+    with jax.transfer_guard("allow"):
+        one = jax.tree.map(lambda x: jnp.asarray(replica_average(x)), params)
+        local = jax.tree.map(lambda x: stacked(x, replicas), algorithm.local(one))
+        shared = jax.tree.map(np.asarray, algorithm.shared(one))
+    exchange = structs.exchange._replace(local=local, shared=shared, gradients=())
+    return named({"exchange": in_model_form(exchange)})
+
+
+def _kept(names: Collection[str]) -> list[str]:
+    """Return sentences that say what became of leaves of exchanges on other replicas."""
+    notes = []
+    if any(re.match(rf"{SHARED}(base/)*anchor", name) for name in names):
+        notes.append(
+            "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
+        )
+    if any(re.match("exchange/local/(base/)*anchor", name) for name in names):
+        notes.append(
+            "Each replica had an anchor and slow momentum of its own (`exact_average=False`): "
+            "they were averaged."
+        )
+    if any(re.match("exchange/local/(base/)*weight$", name) for name in names):
+        notes.append(
+            "Push-sum weights are 1 and nothing is in flight: both are part of the consensus. The "
+            "rotation of the graph goes on."
+        )
+    return notes
+
+
+def stacked(one: Any, replicas: int) -> Any:
+    """Return a view that stacks the same array for every replica."""
+    # A copy would multiply the memory of a large model, and each replica's part is read only once.
+    one = np.asarray(one)
+    return np.broadcast_to(one, (replicas, *one.shape))
+
+
+def replica_average(x: np.ndarray) -> np.ndarray:
+    """Return the mean over replicas of a floating leaf, or replica 0's values of other leaves."""
+    # Counters are equal on all replicas; keys and flags have no mean. Equal floats stay exact.
+    if not jnp.issubdtype(x.dtype, jnp.floating) or np.all(x == x[:1]):
+        return x[0]
+    # Half precision would lose digits in a sum of many replicas.
+    return np.mean(x.astype(np.float64), axis=0).astype(x.dtype)
 
 
 def resized(
     state: TrainState,
     structs: TrainState,
     sync: ParameterTransform | None,
+    algorithm: Algorithm | None,
     step: int,
     seed: int,
-    old: StatePlacement,
-    new: StatePlacement,
-) -> tuple[TrainState, tuple[str, ...]]:
-    """Convert a state from placement `old` to placement `new`.
+) -> tuple[TrainState, list[str]]:
+    """Convert a state to another number of replicas.
 
     Args:
       state: the state, NumPy arrays stacked as they were saved, PRNG keys as their data.
-      structs: a fresh state on `new`; only its structure and types matter.
+      structs: a fresh state of the new run; only its structure and types matter.
       sync: the parameter transform of the new run, or None.
+      algorithm: its algorithm for the parameters and the mesh of the new run, or None.
       step: number of updates so far.
       seed: seed of new keys.
-      old: placement on which the state was saved.
-      new: placement of the new run.
 
     Returns:
-      The state, NumPy arrays stacked for `new`, and sentences that say what was done. If only the
-      layout of sharded state changes, there are none.
-
-    Raises:
-      ValueError: sharded state that does not fit the parameters.
+      The state, NumPy arrays stacked for the new replicas, and sentences that say what was done.
     """
-    *rest, sync_state = state.opt_state
-    shares = [(1.0, None)] if sync is None else sync.shares(sync_state)
-    params = _consensus(state.params, shares, old)
-    carried, notes = sync_state, []
-    if sync is not None:
-        like = structs.opt_state[-1]
-        carried, notes = _exchange_state(sync, sync_state, like, params, old, new)
+    old, new = len(state.step), len(structs.step)
+    shares: Shares = [(1.0, None)] if sync is None else sync.shares(state.exchange)  # pyright: ignore
+    params = jax.tree.map(lambda x: stacked(x, new), consensus(state.params, shares, old))
 
     def move(tree: PyTree) -> PyTree:
         return jax.tree.map(move_one, tree, is_leaf=_is_scale)
 
     def move_one(x: Any) -> Any:
         if not _is_scale(x):
-            return carry_leaf(x, old, new)
+            return stacked(replica_average(x), new)
         # Take the smallest scale: a mean would be no power of two, and too large for that replica.
         # Of several replicas with that scale, take the one that is furthest from its next growth.
         replica = np.lexsort((x.growth_count, x.loss_scale))[0]
@@ -179,149 +305,31 @@ def resized(
         return DynamicLossScaleState._make([*values, move(x.inner)])
 
     def move_statistics(x: Any, struct: Any) -> Any:
-        return _numbered_keys(x[0], struct, new) if is_key(struct) else carry_leaf(x, old, new)
+        return _numbered_keys(x[0], struct, new) if is_key(struct) else move_one(x)
 
-    if old.replicas == new.replicas:
-        return state._replace(opt_state=(*rest, carried)), tuple(notes)
-    new_params = jax.tree.map(lambda x: stacked(x, new), params)
+    exchange = state.exchange
+    local = move(exchange.local)
+    if algorithm is not None:
+        with jax.transfer_guard("allow"):  # `reset` makes zeros and ones
+            local = jax.tree.map(np.asarray, algorithm.reset(local))
     # Copies of parameters in an optimizer get their unweighted mean. If the consensus is weighted,
     # they are shifted by the difference of the parameters' consensus and their unweighted mean.
-    shift = jax.tree.map(lambda a, b: a - b, new_params, move(state.params))
-    new_state = TrainState(
+    shift = jax.tree.map(lambda a, b: a - b, params, move(state.params))
+    gradients, opt_state = shifted_copies(move((exchange.gradients, state.opt_state)), shift)
+    moved = TrainState(
         step=move(state.step),
-        params=new_params,
-        opt_state=(*shifted_copies(move(tuple(rest)), shift), carried),
+        params=params,
+        opt_state=opt_state,
         model_state=jax.tree.map(move_statistics, state.model_state, structs.model_state),
         rng=_keys(step, seed, new),
+        exchange=exchange._replace(local=local, gradients=gradients),
     )
-    return new_state, (*_notes(state, shares, old.replicas, new.replicas), *notes)
+    return moved, _notes(state, shares, new)
 
 
-def _exchange_state(
-    sync: ParameterTransform,
-    state: ExchangeState,
-    like: ExchangeState,
-    params: PyTree,
-    old: StatePlacement,
-    new: StatePlacement,
-) -> tuple[ExchangeState, list[str]]:
-    """Return the state of a parameter transform on placement `new`, and what was done with it.
-
-    What all replicas have together is kept, and cut anew. What each has for itself is kept on as
-    many replicas; on others it becomes the mean, as after an exchange that set all to one mean.
-    """
-    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    algorithm = sync.bound(new.axis_sizes, types).algorithm
-    shared, local, notes = state.shared, state.local, []
-    if algorithm.is_sharded:
-        shared = _split_blocks(shared, like.shared, types, new)
-    if old.replicas == new.replicas:
-        return state._replace(shared=shared), notes
-    if not algorithm.is_sharded:
-        shared = jax.tree.map(lambda x: carry_leaf(x, old, new), shared)
-    with jax.transfer_guard("allow"):  # `reset` makes zeros and ones
-        local = algorithm.reset(jax.tree.map(lambda x: carry_leaf(x, old, new), local))
-        local = jax.tree.map(np.asarray, local)
-    if algorithm.has_anchor:
-        is_shared = bool(jax.tree.leaves(shared))
-        notes.append(
-            "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
-            if is_shared
-            else "Each replica had an anchor and slow momentum of its own (`exact_average=False`): "
-            "they were averaged."
-        )
-    if algorithm.mass is not None:
-        notes.append(
-            "Push-sum weights are 1 and nothing is in flight: both are part of the consensus. The "
-            "rotation of the graph goes on."
-        )
-    return ExchangeState(carry_leaf(state.count, old, new), local, shared), notes
-
-
-def with_whole_shared(structs: TrainState) -> TrainState:
-    """Return the types of a state whose shared state is whole on each replica."""
-    *rest, last = structs.opt_state
-    if not isinstance(last, ExchangeState):
-        return structs
-    params = dict(zip(leaf_names(structs.params), jax.tree.leaves(structs.params), strict=True))
-
-    def whole(name: str, x: Any) -> Any:
-        like = params.get(mirrored(name, params))
-        if like is None or _cut(x.shape[1:], like.shape[1:]) is None:
-            return x
-        return jax.ShapeDtypeStruct(like.shape, x.dtype)
-
-    leaves = map(whole, leaf_names(last.shared), jax.tree.leaves(last.shared))
-    shared = jax.tree.structure(last.shared).unflatten(leaves)
-    return structs._replace(opt_state=(*rest, last._replace(shared=shared)))
-
-
-def joined_blocks(record: Record, arrays: list[Any], old: StatePlacement, prefix: str) -> list[Any]:
-    """Return the arrays of a checkpoint, those of a shared state whole on each replica.
-
-    Args:
-      record: the record of the checkpoint.
-      arrays: its arrays, in order.
-      old: its placement.
-      prefix: the first part of the names of leaves of a shared state.
-    """
-    saved = record.only("params").leaves
-    places = {x.name.removeprefix("params/"): i for i, x in enumerate(saved)}
-
-    def joined(name: str, x: Any) -> Any:
-        i = places.get(mirrored(name, places))
-        if not name.startswith(prefix) or i is None:
-            return x
-        whole = tuple(saved[i].shape[1:])
-        if (d := _cut(x.shape[1:], whole)) is None:
-            return x
-        # Each device of a replica has a part of the dimension, of which replicas have blocks.
-        shape = *x.shape[: d + 1], old.parts(i, d), -1, *x.shape[d + 2 :]
-        one = np.moveaxis(x.reshape(shape), 0, d + 1).reshape(whole)
-        return np.broadcast_to(one, (len(x), *whole))
-
-    return [joined(leaf.name, x) for leaf, x in zip(record.leaves, arrays, strict=True)]
-
-
-def _split_blocks(shared: PyTree, like: PyTree, params: PyTree, new: StatePlacement) -> PyTree:
-    """Return the stacked blocks of a shared state, which is whole on each replica.
-
-    Args:
-      shared: stacked NumPy arrays of whole leaves.
-      like: types of the stacked blocks.
-      params: one copy of the parameters.
-      new: the placement of the result.
-    """
-    places = {name: i for i, name in enumerate(leaf_names(params))}
-
-    def split(name: str, x: np.ndarray, like: Any) -> np.ndarray:
-        one = x[0]
-        if (d := _cut(like.shape[1:], one.shape)) is None:
-            return np.broadcast_to(one, like.shape)
-        parts = new.parts(places[mirrored(name, places)], d)
-        shape = *one.shape[:d], parts, like.shape[0], -1, *one.shape[d + 1 :]
-        return np.moveaxis(one.reshape(shape), d + 1, 0).reshape(like.shape)
-
-    leaves = map(split, leaf_names(shared), *map(jax.tree.leaves, (shared, like)))
-    return jax.tree.structure(shared).unflatten(leaves)
-
-
-def _cut(block: tuple[int, ...], whole: tuple[int, ...]) -> int | None:
-    """Return the dimension along which blocks of this shape are parts of a whole array."""
-    if len(block) != len(whole):
-        return None
-    pairs = enumerate(zip(block, whole, strict=True))
-    return next((d for d, (a, b) in pairs if a != b), None)
-
-
-def one_copy(stacked_params: PyTree) -> PyTree:
-    """Return the types of one copy of stacked parameters."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked_params)
-
-
-def _consensus(params: PyTree, shares: Shares, old: StatePlacement) -> PyTree:
+def consensus(params: PyTree, shares: Shares, replicas: int) -> PyTree:
     """Return one copy of the weighted mean of parameters and of what is in flight."""
-    weights = [np.broadcast_to(np.asarray(w, np.float64), old.replicas) for w, _ in shares]
+    weights = [np.broadcast_to(np.asarray(w, np.float64), replicas) for w, _ in shares]
     total = sum(float(w.sum()) for w in weights)
 
     def mean(leaf: np.ndarray, *others: np.ndarray) -> np.ndarray:
@@ -338,7 +346,7 @@ def _is_scale(x: Any) -> bool:
     return isinstance(x, DynamicLossScaleState)
 
 
-def _keys(step: int, seed: int, new: StatePlacement) -> Any:
+def _keys(step: int, seed: int, new: int) -> Any:
     """Return the data of a new key for each replica, which differs from the key of a new run."""
 
     def of_replica(replica: jax.Array) -> jax.Array:
@@ -346,33 +354,34 @@ def _keys(step: int, seed: int, new: StatePlacement) -> Any:
         return jax.random.key_data(jax.random.fold_in(key, step))
 
     with jax.transfer_guard("allow"):  # of a few numbers
-        return np.asarray(jax.vmap(of_replica)(jnp.arange(new.replicas)))
+        return np.asarray(jax.vmap(of_replica)(jnp.arange(new)))
 
 
-def _numbered_keys(data: Any, struct: Any, new: StatePlacement) -> Any:
+def _numbered_keys(data: Any, struct: Any, new: int) -> Any:
     """Return the data of each replica's keys of the model, derived from replica 0's as at init."""
     with jax.transfer_guard("allow"):  # of a few numbers
         keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(jnp.empty((), struct.dtype)))
-        numbered = jax.vmap(lambda replica: numbered_key(keys, replica))(jnp.arange(new.replicas))
+        numbered = jax.vmap(lambda replica: numbered_key(keys, replica))(jnp.arange(new))
         return np.asarray(jax.random.key_data(numbered))
 
 
-def _notes(state: TrainState, shares: Shares, old: int, new: int) -> list[str]:
-    """Return sentences that say what `resized` did for `new` replicas from `old` ones."""
+def _notes(state: TrainState, shares: Shares, new: int) -> list[str]:
+    """Return sentences that say what `resized` did for `new` replicas."""
     weighted = " weighted with the push-sum weights" if np.ndim(shares[0][0]) else ""
     flight = ", what was in flight included" if len(shares) > 1 else ""
     notes = [
-        f"{new} replicas start from the consensus of {old}: the mean of their parameters"
-        f"{weighted}{flight}.",
+        f"{new} replicas start from the consensus of {len(state.step)}: the mean of their "
+        f"parameters{weighted}{flight}.",
         "Counters go on, and with them the phase of the period.",
     ]
-    averaged = jax.tree.leaves((state.opt_state[:-1], state.model_state))
+    optimizers = state.exchange.gradients, state.opt_state
+    averaged = jax.tree.leaves((optimizers, state.model_state))
     if any(jnp.issubdtype(x.dtype, jnp.floating) and x.size for x in averaged):
         notes.append(
             "Floating-point state of the gradient transform (error feedback), the optimizer and "
             "the model was averaged over replicas; integers are replica 0's."
         )
-    if any(map(_is_scale, jax.tree.leaves(state.opt_state[:-1], is_leaf=_is_scale))):
+    if any(map(_is_scale, jax.tree.leaves(optimizers, is_leaf=_is_scale))):
         notes.append("The loss scale and its counters are those of the replica with the least one.")
     notes.append("PRNG keys of the replicas were made anew from the seed and the step.")
     return notes

@@ -3,28 +3,27 @@
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from .._support.files import io_errno
 from .._support.types import PyTree
 from .._version import __version__
-from ..mesh import axis_names, inner_specs, model_axes
+from ..embedding import Embeddings
 from ..train import TrainState
 from ..tree import leaf_names
-from ._arrays import first_line, prints_of
-from ._folder import RECORD, UnreadableError, epath
-from ._placement import SavedForm, StatePlacement
-from ._stages import layout_of, parts_of, spec_to_json
+from ._arrays import first_line, prints_of, read_arrays
+from ._folder import ARRAYS, RECORD, UnreadableError, epath
+from ._stages import layout_of, parts_of
 
-FORMAT = 2  # 1 kept the anchor in flat buffers
+FORMAT = 3  # 2 kept anchors in blocks, in the state of the optimizer
+SHARED = "exchange/shared/"  # begins the names of leaves that all replicas have together
 _MARK = "jaxslowmo_checkpoint"
 
 
@@ -34,7 +33,7 @@ class LeafRecord(NamedTuple):
     Attributes:
       key: name under which orbax stores it.
       name: name of the leaf in the state, such as `"params/w"`.
-      shape: stacked shape, `(replicas, *s)`.
+      shape: stacked shape, `(replicas, *s)`; of what all replicas have together its own shape.
       dtype: name of its dtype.
       key_impl: implementation of PRNG keys, which are stored as their data; "" for other arrays.
     """
@@ -45,10 +44,15 @@ class LeafRecord(NamedTuple):
     dtype: str
     key_impl: str = ""
 
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The shape of one replica's part, or of what all replicas have together."""
+        return self.shape if self.name.startswith(SHARED) else self.shape[1:]
+
     def text(self) -> str:
         """Return dtype and shape of one replica's part, for messages."""
         kind = f"key<{self.key_impl}>" if self.key_impl else self.dtype
-        return f"{kind}[{','.join(map(str, self.shape[1:]))}]"
+        return f"{kind}[{','.join(map(str, self.own_shape))}]"
 
     def struct(self, sharding: Any = None) -> jax.ShapeDtypeStruct:
         """Return the type of the array as it is stored."""
@@ -67,15 +71,13 @@ class Record:
 
     Attributes:
       replicas: number of replicas.
-      axes: pairs of name and size of the mesh's axes. None for a mesh without devices, which the
-        arrays do not show.
-      automatic: axes over which parameters are sharded inside a replica.
-      specs: for each leaf of the parameters the axes among `automatic` that split each dimension.
+      parts: for each leaf of the parameters the shape of a replica's part on one of its devices.
       leaves: records of the leaves in flattening order.
       layout: the places of leaves in buffers of stages, as `layout_of` returns it. None: there are
         no stages.
-      table_rows: the number of rows of each embedding table. None: there are none, or the state is
-        not the result of a step.
+      empty: names of the empty nodes among what each replica has for its exchanges.
+      table_rows: the number of rows of each embedding table, which arrays with padding do not show.
+        None: there are no tables, or they were not given.
       step: number of updates so far.
       prints: fingerprints of the arrays in the order of `leaves`.
       extra: the `extra` of the caller of `save`.
@@ -83,11 +85,10 @@ class Record:
     """
 
     replicas: int
-    axes: list[tuple[str, int]] | None
-    automatic: list[str]
-    specs: list[list[list[str]]]
+    parts: list[list[int]]
     leaves: list[LeafRecord]
     layout: dict[str, Any] | None
+    empty: list[str]
     table_rows: Mapping[str, int] | None
     step: int = 0
     prints: list[list[int]] = field(default_factory=list)
@@ -107,10 +108,6 @@ class Record:
         """
         return replace(self, prints=prints_of(stored), **about)
 
-    def only(self, part: str) -> "Record":
-        """Return the record of one field of the state, such as "params"."""
-        return replace(self, leaves=[x for x in self.leaves if x.name.split("/")[0] == part])
-
     def whole(self) -> "Record":
         """Return the record of the state with the model's trees in place of those of stages.
 
@@ -120,22 +117,15 @@ class Record:
         for name, index, place in parts_of(self.layout, [x.name for x in self.leaves]):
             leaf = self.leaves[index]._replace(name=name)
             if place is not None:
-                leaf = leaf._replace(shape=(*leaf.shape[:1], *place.leaf.shape))
+                lead = leaf.shape[: len(leaf.shape) - len(leaf.own_shape)]
+                leaf = leaf._replace(shape=(*lead, *place.leaf.shape))
             leaves.append(leaf)
         return replace(self, leaves=leaves, layout=None)
 
-    def placement(
-        self, axis_sizes: Mapping[str, int], form: SavedForm | None = None
-    ) -> StatePlacement:
-        """Return the placement of the arrays; `axis_sizes` are those of the mesh if unknown."""
-        return StatePlacement(
-            self.replicas,
-            axis_sizes if self.axes is None else dict(self.axes),
-            frozenset(self.automatic),
-            self.axes is not None,
-            form,
-            tuple(P(*map(tuple, spec)) for spec in self.specs),
-        )
+    def read(self, path: epath.Path, shardings: Iterable[Any]) -> list[Any]:
+        """Read this process's part of the arrays; without a sharding a whole NumPy array."""
+        pairs = zip(self.leaves, shardings, strict=True)
+        return read_arrays(path / ARRAYS, {leaf.key: leaf.struct(to) for leaf, to in pairs})
 
     def check_prints(self, path: epath.Path, prints: list[list[int]]) -> None:
         """Raise `UnreadableError` unless arrays that were read have the saved fingerprints."""
@@ -158,7 +148,8 @@ def read_record(path: epath.Path) -> Record:
     if _crc32(content) != value.get("crc32"):
         raise UnreadableError(f"{path} is damaged: its record is not as it was written.")
     known: dict[str, Any] = {x.name: value.get(x.name) for x in fields(Record)}
-    known["leaves"] = [_leaf_from_json(*entry) for entry in value["leaves"]]
+    leaves = (LeafRecord(*entry) for entry in value["leaves"])
+    known["leaves"] = [leaf._replace(shape=tuple(leaf.shape)) for leaf in leaves]
     return Record(**known)
 
 
@@ -209,32 +200,43 @@ def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ValueError(f"{owner}: `extra` must be plain JSON: {error}.") from None
 
 
-def record_of(state: TrainState) -> Record:
+def named(tree: PyTree) -> dict[str, Any]:
+    """Return the leaves of a tree by name, in order; of equal names all but one are numbered."""
+    found: dict[str, Any] = {}
+    times: Counter[str] = Counter()
+    for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
+        found[f"{name}#{times[name]}" if times[name] else name] = leaf
+        times[name] += 1
+    return found
+
+
+def record_of(state: TrainState, embeddings: Embeddings | None = None) -> Record:
     """Return the record of a state of arrays or of types; `with_arrays` completes it."""
-    sharding, known = getattr(state.step, "sharding", None), state.known_layout
-    axes, automatic, table_rows = None, frozenset(), None
-    if isinstance(sharding, NamedSharding):
-        axes = list(sharding.mesh.shape.items())
-        entry = sharding.spec[0] if sharding.spec else None
-        automatic = model_axes(state.params, sharding.mesh, axis_names(entry or ()))  # pyright: ignore
-    if known is not None:
-        table_rows = known.table_rows
-    named = enumerate(zip(leaf_names(state), jax.tree.leaves(state), strict=True))
+    leaves = named(state).items()
+    rows = None
+    if embeddings is not None:
+        rows = {name: table.num_rows for name, table in embeddings.tables.items()}
     return Record(
         replicas=state.step.shape[0],
-        axes=axes,
-        automatic=sorted(automatic),
-        specs=[spec_to_json(x) for x in jax.tree.leaves(inner_specs(state.params, automatic))],
-        leaves=[_leaf_record(i, name, leaf) for i, (name, leaf) in named],
+        parts=[_part_of(x) for x in jax.tree.leaves(state.params)],
+        leaves=[_leaf_record(i, name, leaf) for i, (name, leaf) in enumerate(leaves)],
         layout=layout_of(state),
-        table_rows=table_rows,
+        empty=_empty_nodes(state.exchange.local),
+        table_rows=rows,
     )
 
 
-def _leaf_from_json(key: str, name: str, shape: list[int], dtype: str, impl: str) -> LeafRecord:
-    if name == "rng" and impl:  # 0.2.0 had a typed key here, and stored what is now the leaf
-        return LeafRecord(key, name, (*shape, *_key_words(impl)), dtype)
-    return LeafRecord(key, name, tuple(shape), dtype, impl)
+def _part_of(x: Any) -> list[int]:
+    sharding = getattr(x, "sharding", None)
+    return list(x.shape if sharding is None else sharding.shard_shape(x.shape))[1:]
+
+
+def _empty_nodes(tree: PyTree) -> list[str]:
+    is_empty = lambda x: isinstance(x, tuple) and not x  # noqa: E731
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)[0]
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, x in paths if is_empty(x)
+    ]
 
 
 def _crc32(content: dict[str, Any]) -> int:

@@ -29,7 +29,7 @@ COMMANDS = {
     "tune buckets": "Measure bucket limits of the gradient reduction, and print the best. It times "
     "whole training steps of data parallelism: loss, gradients, reduction, optimizer.",
     "tune outer": "Try momenta and rates of slow steps with several seeds, and print the best. All "
-    "settings and seeds of a period train in one program, with virtual replicas on one device.",
+    "seeds of a setting train in one program, with virtual replicas on one device.",
 }
 _GROUPS = {name.partition(" ")[0] for name in COMMANDS if " " in name}
 

@@ -1,6 +1,5 @@
 """`jaxslowmo sample`: writes text, byte by byte, with the model of a run."""
 
-import functools
 import re
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from .._support.files import is_export
 from ._errors import CommandError, usage_errors
 from .config._commands import SampleConfig
 from .config._training import MODEL_AXES
-from .run._recipes import Form, build_algorithm, config_of, saved_config, saved_form
+from .run._recipes import Form, build_algorithm, config_of, saved_config
 from .run._run_folder import RunFolder
 
 
@@ -121,8 +120,8 @@ def _of_checkpoint(folder: Path, step: int | None) -> tuple[GPTConfig, Any]:
         axes = {name: n for name, n in config.axes.items() if name not in MODEL_AXES}
         loss_fn, mesh = gpt_loss_fn(form.config), js.virtual_mesh(axes)
         train_step = build_algorithm(config).make_step(loss_fn, config, mesh=mesh)
-        form_fn, params = functools.partial(saved_form, now=form), init_gpt(form.config)
-        restored = checkpoints.restore(train_step, params, step=step, saved_form=form_fn)
+        params, names = init_gpt(form.config), form.other_names()
+        restored = checkpoints.restore(train_step, params, step=step, names=names)
     return form.config, train_step.consensus(restored.state)
 
 

@@ -1,13 +1,16 @@
 """`jaxslowmo tune outer`: settings of slow steps, each with several seeds; a table, a picture."""
 
 import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import optax
 from rich.console import Console
 from rich.table import Table
 
@@ -19,12 +22,14 @@ from ._errors import INTERRUPTED, usage_errors
 from ._figures import COLOURS, clean, new_figure, save_figure
 from ._output import format_count, format_loss, say, table_of, tracked, write_json
 from .config._commands import TuneOuterConfig
+from .config._training import TrainConfig
 from .processes._peers import StopOnSignal
 from .run._division import Text, choose_mesh, divide_text
 from .run._recipes import build_setting, config_of
 from .run._run_folder import make_folder
 
 _MOST_ROWS = 20  # of the table; tune.json has all
+Setting = Mapping[str, Any]
 
 
 def tune_outer(config: TuneOuterConfig) -> int:
@@ -39,17 +44,19 @@ def tune_outer(config: TuneOuterConfig) -> int:
     with usage_errors():
         placement = choose_mesh(train)
         text = divide_text(train, read_corpus(train.data))
-        sweeps = {period: _sweep(config, period) for period in config.periods}
+        for period, setting in itertools.product(config.periods, _settings(config)):
+            # Traced values are not checked, so all transforms are made once from numbers.
+            build_setting(dataclasses.replace(train, slow_every=period), setting)
     folder = make_folder(config.out, "tune")
-    count = len(config.settings()["rate"]) * len(config.seeds)
+    count = len(_settings(config)) * len(config.seeds)
     size = f"{format_count(num_parameters(config_of(train)))} parameters"
     subject = f"{train.preset}: {size}, {placement.description}"
-    what = f"{count} runs of {train.steps} steps for each of {len(sweeps)} periods"
+    what = f"{count} runs of {train.steps} steps for each of {len(config.periods)} periods"
     say(console, subject, text.description, what)
     losses_of: dict[int, np.ndarray] = {}
-    done, total = 0, len(sweeps) * math.ceil(train.steps / train.eval_every)
+    done, total = 0, len(config.periods) * math.ceil(train.steps / train.eval_every)
     with StopOnSignal() as stop:
-        runs = train_all(config, sweeps, text)
+        runs = train_all(config, text)
         for period, count, losses in tracked(runs, "training", console, total):
             # Losses of a period that was stopped early do not compare with those of a whole one.
             if period == config.periods[0] or count == train.steps:
@@ -71,41 +78,70 @@ def tune_outer(config: TuneOuterConfig) -> int:
     return INTERRUPTED if stop.reason else 0
 
 
-def _sweep(config: TuneOuterConfig, period: int) -> js.Sweep:
-    train = dataclasses.replace(config.train, slow_every=period)
-    return js.Sweep(
-        loss_fn=gpt_loss_fn(config_of(train)),
-        make=lambda setting: build_setting(train, setting),
-        settings=config.settings(),
-        replicas=train.replicas,
-        # Seeds side by side: more would not fit into the caches of a CPU.
-        at_once=1,
-    )
+def _settings(config: TuneOuterConfig) -> list[dict[str, float]]:
+    columns = config.settings()
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def train_all(
-    config: TuneOuterConfig, sweeps: Mapping[int, js.Sweep], text: Text
-) -> Iterator[tuple[int, int, np.ndarray]]:
+def train_all(config: TuneOuterConfig, text: Text) -> Iterator[tuple[int, int, np.ndarray]]:
     """Train; after each evaluation yield the period, steps, and losses (settings, seeds)."""
-    train, model = config.train, config_of(config.train)
+    train, model, settings = config.train, config_of(config.train), _settings(config)
     batch, window = train.batch, model.context_length + 1
     texts = [
         TextBatches(text.shares, batch_size=batch, window=window, seed=seed)
         for seed in config.seeds
     ]
-    models = jax.tree.map(lambda *x: np.stack(x), *(init_gpt(model, s) for s in config.seeds))
-    of_seeds = jax.vmap(gpt_loss_fn(model), (0, None))
-    losses_of = jax.jit(lambda models, x: jax.lax.map(lambda model: of_seeds(model, x), models))
-    for period, sweep in sweeps.items():
-        state = sweep.init(models)
-        while state.count < train.steps:
-            steps = range(state.count, min(state.count + train.eval_every, train.steps))
+    params = jax.tree.map(lambda *x: np.stack(x), *(init_gpt(model, s) for s in config.seeds))
+    losses_of = jax.jit(jax.vmap(gpt_loss_fn(model), (0, None)))
+    for period in config.periods:
+        start, run, consensus = _programs(dataclasses.replace(train, slow_every=period))
+        replicas = [start(setting, params) for setting in settings]
+        for first in range(0, train.steps, train.eval_every):
+            steps = range(first, min(first + train.eval_every, train.steps))
             batches = np.array([[batches.batch(step) for step in steps] for batches in texts])
             shape = (len(texts), len(steps), train.replicas, batch, window)
-            state, _ = sweep.run(state, batches.reshape(shape))
-            consensus = sweep.consensus(state)
-            losses = np.mean([losses_of(consensus, x) for x in text.validation], axis=0)
-            yield period, state.count, losses
+            batches = batches.reshape(shape)
+            replicas = [run(*both, batches) for both in zip(settings, replicas, strict=True)]
+            models = [consensus(*both) for both in zip(settings, replicas, strict=True)]
+            losses = [[losses_of(model, x) for x in text.validation] for model in models]
+            yield period, steps.stop, np.mean(losses, axis=1)
+
+
+def _programs(train: TrainConfig) -> tuple[Callable[..., Any], ...]:
+    """Return functions that start the runs of one setting, train them, and average their replicas.
+
+    A run is the parameters and optimizer states of its virtual replicas. All runs of a setting have
+    different seeds, and train side by side. Settings are traced, so all of them share one program.
+    """
+    over_replicas = functools.partial(jax.vmap, axis_name="replica", axis_size=train.replicas)
+    loss_fn = gpt_loss_fn(config_of(train))
+
+    def start(setting: Setting, params: Any) -> Any:
+        tx = js.chain(*build_setting(train, setting))
+        return over_replicas(lambda params: (params, tx.init(params)), in_axes=None)(params)
+
+    def run(setting: Setting, replicas: Any, batches: Any) -> Any:
+        tx = js.chain(*build_setting(train, setting))
+
+        def update(replica: Any, batch: Any) -> Any:
+            params, state = replica
+            gradients = jax.grad(loss_fn)(params, batch)
+            updates, state = tx.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return jax.lax.scan(lambda *x: (over_replicas(update)(*x), None), replicas, batches)[0]
+
+    def consensus(setting: Setting, replicas: Any) -> Any:
+        params, state = replicas
+        _, sync = build_setting(train, setting)
+        mesh = js.virtual_mesh({"replica": train.replicas})
+        return js.consensus(params, mesh=mesh, shares=sync.shares(state[-1]))
+
+    return (
+        jax.jit(jax.vmap(start, (None, 0))),
+        jax.jit(jax.vmap(run, (None, 0, 0)), donate_argnums=1),
+        jax.jit(jax.vmap(consensus, (None, 0))),
+    )
 
 
 def make_rows(config: TuneOuterConfig, period: int, losses: np.ndarray) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from jax import lax
 
 from .._support.types import AxisName
 from ..mesh import axis_size, is_on_tpu, sum_over
-from ..tree import at_least_float32
+from ..tree import Weighted, at_least_float32, cast
 from ._permute import permute
 from ._scatter import in_slices
 from .codecs import Half
@@ -18,9 +18,7 @@ from .codecs import Half
 
 def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
     """Return `factor * x` in x's dtype; 0 where the factor is 0, even if x is not finite."""
-    wide = at_least_float32(x.dtype)
-    product = factor.astype(wide) * x.astype(wide)
-    return jnp.where(factor > 0, product, jnp.zeros_like(product)).astype(x.dtype)
+    return cast(Weighted.of(x, factor).sum, x.dtype)
 
 
 def all_mean(

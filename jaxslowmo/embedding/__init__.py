@@ -21,7 +21,7 @@ from ._step_lookup import WithVectors as WithVectors
 from ._step_lookup import added_rows as added_rows
 from ._step_lookup import empty_rows as empty_rows
 from ._step_lookup import lookup_of as lookup_of
-from ._step_lookup import summed as summed
+from ._step_lookup import row_means as row_means
 from ._table import Table as Table
 from ._table import WithTables as WithTables
 

@@ -31,7 +31,7 @@ from ..mesh import (
 )
 from ..tracing import FullLoss
 from ..transform import isolated, unless_idle, unseen_zero
-from ..tree import at_least_float32, cast, kept_if
+from ..tree import Weighted, at_least_float32
 from ._embeddings import Embeddings
 from ._exchange import PREFIX, Requests, patched_rows, read_rows, send_rows
 from ._stores import check_shapes
@@ -481,10 +481,9 @@ def added_rows(before: Rows, rows: Rows, weight: jax.Array | None, place: jax.Ar
     """
 
     def weighted(g: RowGradient) -> RowGradient:
-        values = cast(g.values, at_least_float32(g.dtype))
+        values = Weighted.of(g.values, weight).sum
         if weight is None:
             return replace(g, values=values)
-        values = kept_if(weight > 0, values * cast(weight, values.dtype))
         numbers = jnp.where(weight > 0, g.rows, jnp.full_like(g.rows, g.num_rows))
         return replace(g, rows=numbers, values=values)
 
@@ -499,14 +498,14 @@ def added_rows(before: Rows, rows: Rows, weight: jax.Array | None, place: jax.Ar
     return {name: added(before[name], weighted(gradient)) for name, gradient in rows.items()}
 
 
-def summed(rows: Rows, divisor: Callable[[Any], jax.Array]) -> Rows:
-    """Return each row once, with the sum of its values divided by `divisor(dtype)`.
+def row_means(rows: Rows, weight: jax.Array) -> Rows:
+    """Return each row once, with the mean of its values; `weight` is the sum of their weights.
 
     Communication: none.
     """
 
     def one(gradient: RowGradient) -> RowGradient:
         once = coalesce(gradient).gradient
-        return replace(once, values=once.values / divisor(once.dtype))
+        return replace(once, values=Weighted(once.values, weight).mean)
 
     return {name: one(gradient) for name, gradient in rows.items()}

@@ -8,10 +8,8 @@ from .precision import dynamic_loss_scale as dynamic_loss_scale
 from .precision import loss_scale_of as loss_scale_of
 from .reducer import AccumulateState as AccumulateState
 from .reducer import AllReduceGradientsState as AllReduceGradientsState
-from .reducer import PostLocalGradientsState as PostLocalGradientsState
 from .reducer import SkipUnusedState as SkipUnusedState
 from .reducer import accumulate as accumulate
 from .reducer import all_reduce_gradients as all_reduce_gradients
-from .reducer import post_local_gradients as post_local_gradients
 from .reducer import skip_unused as skip_unused
 from .reducer import unused_names as unused_names

@@ -25,7 +25,6 @@ from ..embedding import WithTables
 from ..mesh import array_from_host, consensus, on_every_device, virtual_mesh
 from ..transform import (
     Every,
-    ExchangeState,
     ParameterTransform,
     as_schedule,
     every,
@@ -490,7 +489,7 @@ def _number_of(x: jax.Array) -> int:
 
 
 def _member(state: "TrainState") -> IslandState | None:
-    found = parts_of(state.opt_state, IslandState)
+    found = parts_of(state.exchange.local, IslandState)
     return found[0] if found else None
 
 
@@ -507,7 +506,7 @@ def _check(state: "TrainState") -> None:
         raise ValueError(
             "islands: `state` has parameters in stages, which islands do not exchange."
         )
-    if any(map(_keeps_parameters, parts_of(state.opt_state, ExchangeState))):
+    if _keeps_parameters(state):
         raise ValueError(
             "islands: `state` is of a step whose `sync` keeps an anchor, or parameters under way, "
             "which an exchange would leave behind: the islands' outer step takes its place. Use "
@@ -526,15 +525,15 @@ def _check(state: "TrainState") -> None:
         )
 
 
-def _keeps_parameters(state: ExchangeState) -> bool:
-    """Return whether an algorithm's state holds more than numbers, such as weights of gossip.
+def _keeps_parameters(state: "TrainState") -> bool:
+    """Return whether an exchange's state holds more than numbers, such as weights of gossip.
 
     What all replicas have together is an anchor, and arrays of a replica are parameters under way,
     a codec's error, or an anchor of its own. The island's own state moves along.
     """
     is_own = lambda x: isinstance(x, IslandState)  # noqa: E731
-    local = jax.tree.leaves(state.local, is_leaf=is_own)
-    return bool(jax.tree.leaves(state.shared)) or any(
+    local = jax.tree.leaves(state.exchange.local, is_leaf=is_own)
+    return bool(jax.tree.leaves(state.exchange.shared)) or any(
         jnp.issubdtype(x.dtype, jnp.floating) and x.ndim > 1 for x in local if not is_own(x)
     )
 
@@ -554,7 +553,7 @@ def _mean_of_replicas(state: "TrainState") -> list[np.ndarray]:
     if not leaves:
         return []
     mesh, axis_name = _placement_of(leaves[0])
-    shares = shares_of_gossip(state.opt_state)
+    shares = shares_of_gossip((state.opt_state, state.exchange.local))
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), state.params)
     mean = consensus(wide, mesh=mesh, axis_name=axis_name, shares=shares)
     return [np.asarray(_whole(x), np.float32) for x in jax.tree.leaves(mean)]
@@ -604,8 +603,8 @@ def _with_place(state: "TrainState", member: IslandState, moved: _Moved) -> "Tra
         old, tree = jax.tree.flatten(member.lost)
         new = new._replace(lost=jax.tree.unflatten(tree, map(put, old, moved.lost)))
     is_one = lambda x: isinstance(x, IslandState)  # noqa: E731
-    opt_state = jax.tree.map(lambda x: new if is_one(x) else x, state.opt_state, is_leaf=is_one)
-    return state._replace(opt_state=opt_state)
+    local = jax.tree.map(lambda x: new if is_one(x) else x, state.exchange.local, is_leaf=is_one)
+    return state._replace(exchange=state.exchange._replace(local=local))
 
 
 _NOTE_BYTES = 4096

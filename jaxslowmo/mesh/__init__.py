@@ -33,6 +33,8 @@ from ._in_sync import SyncReport as SyncReport
 from ._in_sync import check_in_sync as check_in_sync
 from ._in_sync import fingerprint as fingerprint
 from ._meshes import AnyMesh as AnyMesh
+from ._meshes import MapWith as MapWith
+from ._meshes import Roles as Roles
 from ._meshes import VirtualMesh as VirtualMesh
 from ._meshes import is_shared as is_shared
 from ._meshes import kept_with as kept_with

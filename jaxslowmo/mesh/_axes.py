@@ -42,7 +42,8 @@ def is_bound(name: str) -> bool:
 
 def is_spmd(axis_name: AxisName) -> bool:
     """Return whether the axis is one of `vmap(spmd_axis_name=...)`, whose leaves are sharded."""
-    return not get_axis_env().spmd_axis_names.isdisjoint(axis_names(axis_name))
+    names = set(axis_names(axis_name)) - set(jax.sharding.get_abstract_mesh().manual_axes)
+    return not get_axis_env().spmd_axis_names.isdisjoint(names)
 
 
 def axis_size(axis_name: AxisName) -> int:
@@ -103,7 +104,7 @@ def uniform(value: jax.Array, axes: Iterable[str]) -> jax.Array:
     Communication: none; along axes of devices the value is taken as it is.
     """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    mapped = tuple(sorted(a for a in axes if a not in manual))
+    mapped = tuple(sorted(a for a in axes if a not in manual and is_bound(a)))
     if not mapped:
         return value
     largest = lax.pmax(value.astype(jnp.int32), mapped)

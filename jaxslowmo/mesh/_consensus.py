@@ -172,7 +172,7 @@ def _checked(shares: Shares, params: PyTree, replicas: int) -> list[tuple[Any, P
     def error(got: str) -> ValueError:
         return ValueError(
             f"consensus: `shares` must be pairs of weights of shape ({replicas},), or one number, "
-            "and of parameters like `params`, or None, as `sync.shares(state.opt_state[-1])` gives "
+            "and of parameters like `params`, or None, as `sync.shares(state.exchange)` gives "
             f"them; got {got}."
         )
 

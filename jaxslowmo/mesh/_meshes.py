@@ -176,6 +176,9 @@ def virtual_mesh(axes: Mapping[str, int]) -> VirtualMesh:
 AnyMesh = Mesh | VirtualMesh
 """Real devices, or virtual replicas under `vmap`."""
 
+MapWith = Literal["shard_map", "vmap"]
+"""How a function of one replica is mapped over those of several devices."""
+
 Role = Literal["stacked", "device", "batch", "shared"]
 """The role of an argument or a result of a mapped function: how it is split over replicas.
 
@@ -245,6 +248,7 @@ def map_replicas(
     in_roles: tuple[Roles, ...],
     out_roles: Roles = "stacked",
     automatic: frozenset[str] = frozenset(),
+    map_with: MapWith = "shard_map",
 ) -> Callable[..., Any]:
     """Map `fn`, written for one replica, over the axes of `mesh`.
 
@@ -255,6 +259,10 @@ def map_replicas(
       in_roles: a `Role` per argument, or a tree of them that is a prefix of the argument.
       out_roles: a `Role` per result, or a tree of them that is a prefix of the results.
       automatic: axes inside a replica that the compiler handles.
+      map_with: `"shard_map"` maps the axes of replicas alone, so nothing in `fn` can communicate
+        over them but what says so. `"vmap"` is `jax.vmap(spmd_axis_name=...)`, inside of which no
+        axis is bound and `fn` may hold `shard_map`s with a mesh of their own; all axes inside a
+        replica are then the compiler's. Replicas of one device are always in a `shard_map`.
 
     Returns:
       A function of stacked trees, to be called under `jax.jit`.
@@ -268,6 +276,8 @@ def map_replicas(
     if isinstance(mesh, VirtualMesh):
         return _map_virtual(fn, mesh, axis_name, in_roles, out_roles)
     replicas = axis_names(axis_name)
+    if map_with == "vmap" and any(mesh.shape[a] > 1 for a in mesh.axis_names if a not in replicas):
+        return _map_spmd(fn, mesh, replicas, in_roles, out_roles)
     inner = tuple(a for a in mesh.axis_names if a not in replicas and a not in automatic)
     everywhere = P((*replicas, *inner))
     specs: dict[Role, P] = {
@@ -281,6 +291,39 @@ def map_replicas(
     if set(mesh.axis_types) != {AxisType.Auto, AxisType.Explicit}:
         return mapped
     return lambda *args: jax.tree.map(_as_typed, mapped(*args))
+
+
+def _map_spmd(
+    fn: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    replicas: tuple[str, ...],
+    in_roles: tuple[Roles, ...],
+    out_roles: Roles,
+) -> Callable[..., Any]:
+    """Map `fn` by `jax.vmap(spmd_axis_name=...)`; leading axes of batches are split to match."""
+    count = math.prod(mesh.shape[name] for name in replicas)
+    # `axis_name=` of the same name beside it would make a psum over it silently wrong.
+    mapped = jax.vmap(
+        fn,
+        in_axes=jax.tree.map(lambda role: None if role == "shared" else 0, in_roles),
+        out_axes=jax.tree.map(lambda role: None if role == "shared" else 0, out_roles),
+        spmd_axis_name=replicas,
+    )
+
+    def split(role: Role, tree: PyTree) -> PyTree:
+        if role != "batch":
+            return tree
+        return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), tree)
+
+    def join(role: Role, tree: PyTree) -> PyTree:
+        if role != "batch":
+            return tree
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+    def call(*args: PyTree) -> PyTree:
+        return jax.tree.map(join, out_roles, mapped(*jax.tree.map(split, in_roles, args)))
+
+    return call
 
 
 def map_by_role(

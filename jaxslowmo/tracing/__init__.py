@@ -3,7 +3,7 @@
 from ._jaxprs import UpdateFacts as UpdateFacts
 from ._jaxprs import collective_axes as collective_axes
 from ._jaxprs import read_update as read_update
-from ._jaxprs import traced_update as traced_update
+from ._jaxprs import state_types as state_types
 from ._losses import FullLoss as FullLoss
 from ._losses import Quotient as Quotient
 from ._losses import as_full_loss as as_full_loss

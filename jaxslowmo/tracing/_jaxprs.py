@@ -138,22 +138,16 @@ def read_update(
     return _traced(facts, (params, state), mesh, axis_name)
 
 
-def traced_update(
+def state_types(
     tx: optax.GradientTransformation, params: PyTree, *, mesh: AnyMesh, axis_name: AxisName
-) -> tuple[Any, PyTree]:
-    """Return the program of an update, None where it cannot be traced, and the types of the state.
+) -> PyTree | None:
+    """Return the types of one replica's state; None where `init` needs more than parameters.
 
-    `params` are stacked; the update's arguments are those of `read_update`.
+    `params` are stacked.
 
     Communication: none.
     """
-    update = partial(_updated, optax.with_extra_args_support(tx))
-    state = _traced(partial(jax.eval_shape, tx.init), (params,), mesh, axis_name)
-
-    def program(params: PyTree) -> Any:
-        return jax.make_jaxpr(update)(params, params, jax.eval_shape(tx.init, params))
-
-    return _traced(program, (params,), mesh, axis_name), state
+    return _traced(partial(jax.eval_shape, tx.init), (params,), mesh, axis_name)
 
 
 def _traced(

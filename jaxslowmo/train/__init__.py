@@ -7,13 +7,11 @@ from ._loop import Hook as Hook
 from ._loop import Log as Log
 from ._loop import host_mean as host_mean
 from ._loop import train_loop as train_loop
-from ._sweep import Sweep as Sweep
-from ._sweep import SweepState as SweepState
 from ._train_state import TrainState as TrainState
 from ._train_state import updates_of as updates_of
-from ._typed_keys import typed_keys as typed_keys
 from ._uneven import WeightedBatch as WeightedBatch
 from ._uneven import uneven_batches as uneven_batches
+from ._with_exchange import with_exchange as with_exchange
 from .input import InputPipelineReport as InputPipelineReport
 from .input import InputStageTimes as InputStageTimes
 from .input import StepResult as StepResult
@@ -35,8 +33,6 @@ __all__ = [
     "InputStageTimes",
     "Log",
     "StepResult",
-    "Sweep",
-    "SweepState",
     "TrainPipeline",
     "TrainState",
     "TrainStep",
@@ -47,6 +43,6 @@ __all__ = [
     "recommended_compiler_options",
     "set_hyperparams",
     "train_loop",
-    "typed_keys",
     "uneven_batches",
+    "with_exchange",
 ]

@@ -11,7 +11,7 @@ import math
 import weakref
 import zlib
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 import jax
@@ -183,6 +183,17 @@ def _in_lists_of_numbers(batch: PyTree) -> list[bool]:
     return [is_list_of_numbers(x) for x in nodes for _ in jax.tree.leaves(x)]
 
 
+@jax.jit
+def _stacked(batches: list[PyTree]) -> PyTree:
+    return jax.tree.map(lambda *x: jnp.stack(x), *batches)
+
+
+def on_devices(x: Any) -> Any:
+    """Return type and placement of an array on devices; None for other values."""
+    is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+    return (x.aval, x.sharding) if is_array else None
+
+
 class Placing:
     """The placement of a step's batches: checks them and puts them on the devices of the mesh.
 
@@ -206,8 +217,12 @@ class Placing:
         self._counts: deque[dict[str, Any]] = deque()
         # Batches that were compared between processes: their shapes and how many there were.
         self._seen: set[Any] = set()
+        # For kinds of batches that were found to be right, where leaves that must move go, by
+        # their number; None on the one device of virtual replicas.
+        self._right: dict[Any, dict[int, Any]] = {}
+        self._is_of_processes = is_of_processes(mesh)
         self._num_calls = 0
-        self._topic: str | None = None
+        self._comparisons = Comparisons("batch")
 
     def compared(
         self, batch: PyTree, weight: Any, axes: tuple[str, ...], *, check_ids: bool = True
@@ -222,13 +237,50 @@ class Placing:
         Communication: none in one process, and for shapes that were compared before; else one
           message of each process to the coordinator, and one back.
         """
-        if weight is None and self._tables is None:
-            # 30 us less per step for batches that were placed ahead.
-            leaves = jax.tree.leaves(batch)
-            if leaves and all(self._lies_split(x, axes) and x.size for x in leaves):
-                if problem := why_not_by_leaves(batch):
-                    raise ValueError(problem)
-                return batch, None
+        if weight is not None or self._tables is not None:
+            return self._compared(batch, weight, axes, check_ids=check_ids)
+        kind, placed = self._of_known_kind(batch, axes)
+        if placed is None:
+            placed, _ = self._compared(batch, None, axes, check_ids=check_ids)
+            self._note_kind(kind, batch, placed)
+        return placed, None
+
+    def _of_known_kind(self, batch: PyTree, how: Any) -> tuple[Any, PyTree | None]:
+        """Return the kind of a batch that is placed like `how`, and it placed if that is known.
+
+        Each kind is checked once; its leaves then only move. None is no kind: with several
+        processes each host array is looked at.
+        """
+        leaves, treedef = jax.tree.flatten(batch)
+        types = tuple(map(self._type, leaves))
+        kind = None if None in types else (how, treedef, types)
+        targets = self._right.get(kind)
+        if not targets:
+            return kind, None if targets is None else batch
+        moved = jax.device_put([leaves[i] for i in targets], [*targets.values()])
+        for i, x in zip(targets, moved, strict=True):
+            leaves[i] = x
+        return kind, treedef.unflatten(leaves)
+
+    def _note_kind(self, kind: Any, batch: PyTree, placed: PyTree) -> None:
+        """Remember which leaves of a right kind of batches move, and where to."""
+        if kind is None:
+            return
+        is_virtual = isinstance(self._mesh, VirtualMesh)
+        pairs = enumerate(zip(*map(jax.tree.leaves, (batch, placed)), strict=True))
+        self._right[kind] = {
+            i: None if is_virtual else new.sharding for i, (old, new) in pairs if new is not old
+        }
+
+    def _type(self, x: Any) -> Any:
+        """Return type and placement of a leaf; None if each batch with it must be looked at."""
+        if self._is_of_processes and is_of_host(x):
+            return None
+        return (x.shape, x.dtype) if type(x) is np.ndarray else on_devices(x)
+
+    def _compared(
+        self, batch: PyTree, weight: Any, axes: tuple[str, ...], *, check_ids: bool
+    ) -> tuple[PyTree, jax.Array | None]:
         batch = as_arrays(batch)
         if is_of_processes(self._mesh):
             self._compare(batch, axes, self._mesh)
@@ -272,11 +324,50 @@ class Placing:
             put = lambda x: self._put(x, axes if self._is_split(x, axes) else ())  # noqa: E731
         return jax.tree.map(put, batch), self._placed_weight(weight)
 
-    def copied(self, batch: PyTree) -> PyTree:
-        """Return a copy of a batch for virtual replicas on their one device."""
-        on_device = jax.device_put(batch)
-        self._note_checked(batch, on_device, of_host=False)
-        return on_device
+    def several(
+        self, batches: PyTree, weight: Any, axes: tuple[str, ...]
+    ) -> tuple[PyTree, jax.Array | None, int]:
+        """Return several batches, stacked along a first dimension, and a weight, on the devices.
+
+        Returns:
+          The batches, the weight, and the number of batches.
+
+        Raises:
+          ValueError: leaves of different numbers of batches, or of none; what `compared` raises.
+
+        Communication: as of `compared` for each batch of the host with several processes.
+        """
+        kind, placed = self._of_known_kind(batches, ("several", axes))
+        if placed is not None:
+            length = jax.tree.leaves(placed)[0].shape[0]
+            return placed, self._placed_weight(weight), length
+        given, batches = batches, as_arrays(batches)
+        counts = {x.shape[:1] for x in jax.tree.leaves(batches)}
+        if len(counts) != 1 or counts & {(), (0,)}:
+            raise ValueError(
+                "`batches` must have the same first dimension on every leaf, the number of "
+                f"updates, before that of a batch; got {sorted(counts) or 'no leaf'}."
+            )
+        ((length,),) = counts
+        if is_of_processes(self._mesh) and any(map(is_of_host, jax.tree.leaves(batches))):
+            parts = [
+                self.compared(jax.tree.map(lambda x, i=i: x[i], batches), None, axes)[0]
+                for i in range(length)
+            ]
+            return _stacked(parts), self._placed_weight(weight), length
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
+        if problem := self._problem(one, axes):
+            raise ValueError(problem)
+
+        def put(x: Any, one: Any) -> Any:
+            if isinstance(self._mesh, VirtualMesh):
+                return jax.device_put(x) if isinstance(x, np.ndarray) else x
+            spec = P(None, axes) if self._is_split(one, axes) else P()
+            return jax.device_put(x, NamedSharding(self._mesh, spec))
+
+        placed = jax.tree.map(put, batches, one)
+        self._note_kind(kind, given, placed)
+        return placed, self._placed_weight(weight), length
 
     def share(self, batch: PyTree, axes: tuple[str, ...], num_parts: int = 1) -> PyTree:
         """Return the shapes and dtypes of one device's part of a batch of arrays, or of more."""
@@ -415,10 +506,7 @@ class Placing:
     # Comparison between processes.
 
     def _compare(self, batch: PyTree, axes: tuple[str, ...], mesh: Mesh) -> None:
-        """Compare a batch of arrays with those of the other processes where its shapes are new.
-
-        The first process of the mesh compares the notes of all, and tells them the verdict.
-        """
+        """Compare a batch of arrays with those of the other processes where its shapes are new."""
         leaves, treedef = jax.tree.flatten(batch)
         types = [(x.shape, x.dtype) for x in leaves if is_of_host(x)]
         self._num_calls += bool(types)  # arrays on devices were compared when placed
@@ -426,38 +514,16 @@ class Placing:
             return
         is_first = not self._seen
         self._seen.add((treedef, *types))
-        self._topic = self._topic or topic_of("batch", mesh)
-        key = f"{self._topic}/{len(self._seen)}"
-        patience = PATIENCE_SECONDS if is_first else HINT_SECONDS
-        note = self._note(batch, axes, with_values=is_first)
-        process, *others = processes_of(mesh)
-        decides = process == jax.process_index()
-        try:
-            if decides:
-                notes = {process: note}
-                for process in others:
-                    text = wait_for(f"{key}/notes/{process}", patience)
-                    notes[process] = Note(*json.loads(text))
-                verdict = compared(notes)
-            else:
-                tell(f"{key}/notes/{jax.process_index()}", json.dumps(note))
-                verdict = Verdict(*json.loads(wait_for(f"{key}/verdict", patience)))
-        except NoNoteError:
-            verdict = Verdict(
-                warning=f"`batch`: in step {self._num_calls} process {process} did not report "
-                f"within {patience:g} s what it gives, so batches were not compared, and training "
-                "goes on. Either it is late, or it gives a batch of a shape that it gave before "
-                "while others have one of another shape. Then the exchange of this step hangs or "
-                "ends in an error of the network: each process must give as many rows in every "
-                "step. Pad or drop the last batch, or see js.uneven_batches."
-            )
-        if decides:
-            tell(f"{key}/verdict", json.dumps(verdict))
-            forget(f"{key}/notes")
-        if verdict.error:
-            raise ValueError(verdict.error)
-        if verdict.warning:
-            warn_user(verdict.warning)
+        self._comparisons.compare(
+            self._note(batch, axes, with_values=is_first),
+            mesh,
+            judge=lambda notes: compared({i: Note(*x) for i, x in notes.items()}),
+            late=f"`batch`: in step {self._num_calls} {{who}} what it gives, so batches were not "
+            "compared, and training goes on. Either it is late, or it gives a batch of a shape "
+            "that it gave before while others have one of another shape. Then the exchange of this "
+            "step hangs or ends in an error of the network: each process must give as many rows in "
+            "every step. Pad or drop the last batch, or see js.uneven_batches.",
+        )
 
     def _note(self, batch: PyTree, axes: tuple[str, ...], *, with_values: bool) -> "Note":
         problem = self._problem(batch, axes)
@@ -504,6 +570,62 @@ class Verdict(NamedTuple):
 
     error: str | None = None
     warning: str | None = None
+
+
+class Comparisons:
+    """The comparisons of one kind of notes between processes, which all make in one order.
+
+    Args:
+      kind: kind of the notes, such as "batch".
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind, self._count = kind, 0
+        self._topic: str | None = None
+
+    def compare(
+        self, note: Any, mesh: Mesh, judge: Callable[[dict[int, Any]], "Verdict"], late: str
+    ) -> None:
+        """Compare the notes of all processes of a mesh; raise or warn the same on each of them.
+
+        The first process of the mesh compares the notes, and tells the others the verdict.
+
+        Args:
+          note: the note of this process, of what JSON holds.
+          mesh: mesh whose devices belong to several processes.
+          judge: `judge(notes)`, called on the first process with the notes by process.
+          late: warning if a process did not report in time, in which "{who}" says that.
+
+        Raises:
+          ValueError: the error of the verdict.
+
+        Communication: one message of each process to the coordinator, and one back.
+        """
+        self._count += 1
+        self._topic = self._topic or topic_of(self._kind, mesh)
+        key = f"{self._topic}/{self._count}"
+        seconds = PATIENCE_SECONDS if self._count == 1 else HINT_SECONDS
+        process, *others = processes_of(mesh)
+        decides = process == jax.process_index()
+        try:
+            if decides:
+                notes = {process: note}
+                for process in others:
+                    notes[process] = json.loads(wait_for(f"{key}/notes/{process}", seconds))
+                verdict = judge(notes)
+            else:
+                tell(f"{key}/notes/{jax.process_index()}", json.dumps(note))
+                verdict = Verdict(*json.loads(wait_for(f"{key}/verdict", seconds)))
+        except NoNoteError:
+            who = f"process {process} did not report within {seconds:g} s"
+            verdict = Verdict(warning=late.replace("{who}", who))
+        if decides:
+            tell(f"{key}/verdict", json.dumps(verdict))
+            forget(f"{key}/notes")
+        if verdict.error:
+            raise ValueError(verdict.error)
+        if verdict.warning:
+            warn_user(verdict.warning)
 
 
 # What processes must give alike, by the name of its digest; all others are parts.

@@ -92,7 +92,7 @@ def _check(state: PyTree, name: str, value: Any) -> None:
         raise ValueError(
             f"set_hyperparams: `{name}` must be in the state of one `optax.inject_hyperparams` "
             f"optimizer, found in {len(owners) or 'none'}; {has}. Of several, assign to the one "
-            f'that is meant: `state.opt_state[...].hyperparams["{name}"] = value`.'
+            f'that is meant: `state.opt_state.hyperparams["{name}"] = value`.'
         )
     (owner,) = owners
     if name in getattr(owner, "hyperparams_states", {}):

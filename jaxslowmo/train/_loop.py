@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._support.checks import checked_int, checks_flags, warn_user
@@ -14,10 +13,17 @@ from .._support.types import AxisName, PyTree
 from ..algorithms import shares_of_gossip
 from ..mesh import AnyMesh, consensus
 from ..transform import Every, ParameterTransform, as_schedule
-from ..tree import at_least_float32, leaf_names
+from ..tree import added, leaf_names
 from ._train_state import TrainState, updates_of
-from .input import Partial, StepResult, TrainPipeline, check_accumulation
-from .step import averaged
+from .input import (
+    BatchesOfCalls,
+    Partial,
+    ScanPipeline,
+    StepResult,
+    TrainPipeline,
+    check_accumulation,
+)
+from .step import mean_metrics, weight_of, weighted_metrics
 
 
 class Hook(Protocol):
@@ -69,13 +75,11 @@ def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float | np.ndarray]
     for name, value in zip(leaf_names(metrics), jax.tree.leaves(metrics), strict=True):
         each = _local_replicas(name, value)
         mean = np.mean(each, axis=0)
-        weight = weights.get("weight") if name not in weights else None
-        if name == "loss":
-            weight = weights.get("loss_weight", weight)
+        weight = weight_of(name, weights)
         # An idle replica reports zeros. If all replicas of this process are idle, the mean is 0.
         if weight is not None and weight.any():
             used = weight > 0
-            mean = np.tensordot(weight[used] / weight.sum(), each[used], axes=1)
+            mean = np.average(each[used], axis=0, weights=weight[used])
         means[name] = mean if mean.ndim else mean.item()
     return means
 
@@ -115,7 +119,7 @@ class Log:
 
     def __call__(self, result: StepResult) -> None:
         """Write one record."""
-        self._write({"step": result.step, **host_mean(result.metrics), **result.reports})
+        self._write({"step": result.step, **host_mean(result.last_metrics), **result.reports})
 
 
 class Evaluate:
@@ -160,9 +164,9 @@ class Evaluate:
             consensus, mesh=self._mesh, axis_name=self._axis_name, whole=self._whole
         )
         if self._sync is None:
-            shares = shares_of_gossip(state.opt_state)
+            shares = shares_of_gossip((state.opt_state, state.exchange.local))
         else:
-            shares = self._sync.shares(state.opt_state[-1])
+            shares = self._sync.shares(state.exchange)
         return self._evaluate(mean(state.params, shares=shares), mean(state.model_state))
 
 
@@ -179,8 +183,11 @@ def train_loop(
     prefetch: int | None = None,
     accumulate: int = 1,
     partial: Partial = "step",
+    steps_per_call: int = 1,
 ) -> Iterator[StepResult]:
     """Yield the result of each training step, after the hooks have run.
+
+    More on each argument: [docs/api/train.md](#details).
 
     Args:
       step: a step of `js.make_train_step`, also wrapped by `js.measured`; or a `js.TrainPipeline`
@@ -194,24 +201,24 @@ def train_loop(
         returns is merged into `reports`, so later hooks see it.
       prefetch: number of batches that a thread loads and places on the devices ahead of their steps
         (`js.TrainPipeline`); never more than `num_steps` needs. 0 loads each batch when its step is
-        next. None (the default) means 0 for an iterator, such as a generator, since the caller may
-        read its position (`get_state()`) or continue to use it; and 2 for other iterables, such as
-        a list or a loader, whose iterator only the loop uses. 2 is safe for an iterator, too, if
-        you read `result.position` in place of `get_state()`.
+        next. None (the default) means 0 for an iterator, such as a generator, and 2 for others.
       accumulate: number of batches per step. The step uses the mean of their gradients, and its
-        metrics are their means; see `js.TrainPipeline`. (`js.make_train_step(accumulate=)` splits
-        each batch.)
+        metrics are their means. (`js.make_train_step(accumulate=)` splits each batch.)
       partial: treatment of fewer batches at the end: `"step"`, `"discard"` or `"error"`.
+      steps_per_call: number of updates that one program runs, by `step.scan`; the default is 1. A
+        call also ends after a step at which a hook is due, and at `num_steps`.
 
     Yields:
-      A `StepResult` per step, also of a pipeline that accumulates. Stopping early (`break`) is safe
-      at any step; it drops batches that were loaded ahead, except those of a pipeline.
+      A `StepResult` per step, also of a pipeline that accumulates; with `steps_per_call` > 1 one
+      per call, whose `metrics` have a first dimension of `num_updates`. Stopping early (`break`) is
+      safe at any step; it drops batches that were loaded ahead, except those of a pipeline.
 
     Raises:
       ValueError: num_steps < 0, prefetch < 0; a hook without `every`; a pipeline that
-        evaluates, or one together with state, batches, prefetch or accumulate; no state or batches;
-        `batches` ended before `num_steps`, or with `partial="error"` in the middle of a step; ids
-        that are in no table, by `step.refuse_ids`, also after the last step.
+        evaluates, or one together with state, batches, prefetch, accumulate or steps_per_call; no
+        state or batches; steps_per_call < 1, or > 1 for what has no such call; `batches` ended
+        before `num_steps`, or with `partial="error"` in the middle of a step; ids that are in no
+        table, by `step.refuse_ids`, also after the last step.
       UserWarning: the state has done `num_steps` steps already, so that nothing runs.
 
     Communication: the step's; hooks state their own.
@@ -223,6 +230,7 @@ def train_loop(
     check_accumulation(accumulate, partial)
     if not isinstance(hooks, Iterable):
         raise ValueError(f"`hooks` must be a list of hooks, got {hooks!r}.")
+    per_call = checked_int("`steps_per_call` counts updates and", steps_per_call, 1)
     hooks = tuple(hooks)
     for hook in hooks:
         if not hasattr(hook, "every"):
@@ -231,6 +239,7 @@ def train_loop(
                 "`hooks` must be callables with an attribute `every`, such as js.Log(write, "
                 f"every=10), got {what} without one: give it one, or call it in the loop's body."
             )
+    schedules = [as_schedule(hook.every, "every") for hook in hooks]
     if isinstance(step, TrainPipeline):
         has_others = any(x is not None for x in (state, batches, prefetch)) or accumulate != 1
         if has_others or partial != "step":
@@ -239,12 +248,17 @@ def train_loop(
                 "batches it accumulates: leave `state`, `batches`, `prefetch`, `accumulate` and "
                 "`partial` out."
             )
+        if per_call > 1:
+            raise ValueError(
+                f"`steps_per_call`={per_call}: a js.TrainPipeline calls its step for each batch. "
+                "Give the step, its state and its batches themselves."
+            )
         if not step.trains:
             raise ValueError(
                 "`step` is a js.TrainPipeline that evaluates: its results are no steps. Iterate it."
             )
         done = _done(step.state, end)
-        return _run(contextlib.nullcontext(step), end, hooks, done)
+        return _run(contextlib.nullcontext(step), end, hooks, schedules, done)
     if state is None or batches is None or isinstance(batches, TrainPipeline):
         raise ValueError(
             "`state` and `batches` must be given where `step` is no js.TrainPipeline; to train "
@@ -253,12 +267,44 @@ def train_loop(
     if prefetch is None:
         prefetch = 0 if isinstance(batches, Iterator) else _PREFETCH
     done = _done(state, end)
+    if per_call > 1:
+        _refuse_calls(step, per_call, accumulate)
+        length = functools.partial(_call_length, per_call, end, schedules)
+        calls = BatchesOfCalls(iter(batches), length, done)
+        pipeline = ScanPipeline(step, state, calls, depth=prefetch)
+        return _run(pipeline, end, hooks, schedules, done)
     pipeline = TrainPipeline(
         step, state, batches, depth=prefetch, accumulate=accumulate, partial=partial
     )
     if end is not None:
         pipeline._take_at_most(max(0, end - done) * accumulate)
-    return _run(pipeline, end, hooks, done)
+    return _run(pipeline, end, hooks, schedules, done)
+
+
+def _refuse_calls(step: Any, per_call: int, accumulate: int) -> None:
+    """Raise `ValueError` for what cannot run several updates in a call."""
+    if accumulate > 1:
+        raise ValueError(
+            f"`steps_per_call`={per_call} runs an update for each batch, and "
+            f"`accumulate`={accumulate} one for several: give batches that hold the examples of an "
+            "update, which js.make_train_step(accumulate=) splits."
+        )
+    # The class is asked, since a step in js.measured has the attributes of the step in it.
+    if not hasattr(type(step), "scan"):
+        raise ValueError(
+            f"`steps_per_call`={per_call} needs a step of js.make_train_step or js.with_exchange, "
+            f"whose `scan` runs several updates, got {type(step).__name__}: leave "
+            "`steps_per_call` out, or give such a step without a wrapper."
+        )
+
+
+def _call_length(per_call: int, end: int | None, schedules: Sequence[Every], done: int) -> int:
+    """Return the number of updates of the call after `done` updates; 0 after the last."""
+    most = per_call if end is None else min(per_call, max(0, end - done))
+    for length in range(1, most):
+        if any(schedule(done + length) for schedule in schedules):
+            return length
+    return most
 
 
 def _done(state: Any, end: int | None) -> int:
@@ -276,6 +322,7 @@ def _run(
     pipeline: contextlib.AbstractContextManager[TrainPipeline],
     num_steps: int | None,
     hooks: tuple[Hook, ...],
+    schedules: Sequence[Every],
     done: int,
 ) -> Iterator[StepResult]:
     with pipeline as results:
@@ -287,11 +334,11 @@ def _run(
                         f"`batches` ended after {done} of `num_steps`={num_steps} steps."
                     )
                 return
-            done += 1
+            done += result.num_updates or 1
             result.step = done
             state = result.state
-            for hook in hooks:
-                if as_schedule(hook.every, "every")(done):
+            for hook, is_due in zip(hooks, schedules, strict=True):
+                if is_due(done):
                     result.reports.update(_reported(hook, hook(result)))
             if result.state is not state:
                 results.state = result.state
@@ -327,31 +374,6 @@ def _means(batches: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
     replica that was idle in all batches has zeros. Metrics that only the last batch has, such as
     the loss scale, describe the update and are returned unchanged.
     """
-    count = len(batches)
-    all_weights = {
-        name: [batch[name] for batch in batches]
-        for name in ("weight", "loss_weight")
-        if name in batches[0]
-    }
-
-    def mean(weights: list[jax.Array] | None, *each: jax.Array) -> jax.Array:
-        values = averaged([x.astype(at_least_float32(x.dtype)) for x in each])
-        if weights is None:
-            return jnp.asarray(sum(values[1:], values[0]) / count)
-        # An idle replica's metrics are zeros, so it adds nothing.
-        shares = [w.reshape(-1, *(1,) * (values[0].ndim - 1)) for w in weights]
-        total, *rest = (w * x for w, x in zip(shares, values, strict=True))
-        whole = sum(shares[1:], shares[0])
-        return sum(rest, total) / jnp.where(whole > 0, whole, jnp.inf)
-
-    means = {}
-    for name in batches[0]:
-        if name in all_weights:
-            continue
-        weights = all_weights.get("weight")
-        if name == "loss":
-            weights = all_weights.get("loss_weight", weights)
-        of_name = functools.partial(mean, weights)
-        means[name] = jax.tree.map(of_name, *(batch[name] for batch in batches))
-    sums = {name: sum(each[1:], each[0]) for name, each in all_weights.items()}
-    return {**batches[-1], **means, **sums}
+    terms = [weighted_metrics({name: batch[name] for name in batches[0]}) for batch in batches]
+    sums = functools.reduce(functools.partial(jax.tree.map, added), terms)
+    return {**batches[-1], **mean_metrics(sums)}

@@ -2,12 +2,12 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import optax
 
 from .._support.checks import warn_once, warn_user
 from .._support.types import AxisName, PyTree
@@ -21,105 +21,48 @@ from ..mesh import (
     replicate,
     replicate_as,
 )
-from ..transform import init
 from ..tree import leaf_names
-from ._typed_keys import is_key, is_raw_key
 
 _warn_once = warn_once()
+_RAW_KEYS = [(2,), (4,)]  # shapes of keys in uint32: of threefry, and of the two generators of rbg
 
 
-class StateLayout(NamedTuple):
-    """The layout of a step's states: how leaves of parameters are sharded inside a replica.
+class StepExchange(NamedTuple):
+    """What a step remembers of its exchanges.
 
     Attributes:
-      mesh: the step's mesh.
-      axis_name: the step's replica axis.
-      axes: the axes over which some leaf is sharded; the compiler handles them.
-      specs: a `PartitionSpec` per leaf over these axes; None if there are no such axes.
-      key: a hashable form of `specs`; two layouts with equal keys are equal.
-      inner_axes: axes inside a replica over which its batch is split.
-      data_axes: all axes over which a batch is split, replica axes first.
-      model: hashable types of the parameters, where the events of `sync` depend on them; else None.
-      table_rows: the number of rows of each embedding table, which its array, with padding, does
-        not show; None without tables.
+      local: what each replica has for itself, stacked over the replicas.
+      shared: what all replicas have together, such as an anchor: trees of the parameters' shapes,
+        sharded over the replicas along a dimension that their number divides.
+      gradients: what the reduction of gradients remembers, stacked over the replicas.
     """
 
-    mesh: AnyMesh
-    axis_name: AxisName
-    axes: frozenset[str]
-    specs: PyTree | None
-    key: Hashable
-    inner_axes: tuple[str, ...]
-    data_axes: tuple[str, ...]
-    model: Hashable = None
-    table_rows: Mapping[str, int] | None = None
+    local: PyTree = ()
+    shared: PyTree = ()
+    gradients: PyTree = ()
 
 
-class _Fields(NamedTuple):
-    step: jax.Array
-    params: PyTree
-    opt_state: PyTree
-    model_state: PyTree
-    rng: jax.Array
-
-
-class TrainState(_Fields):
-    """The state of a run; every leaf has a leading axis of replicas.
+class TrainState(NamedTuple):
+    """The state of a run; every leaf but those of `exchange.shared` has an axis of replicas.
 
     Attributes:
       step: (replicas,) int32, updates so far; equal on all replicas.
       params: leaves (replicas, *s); differ between replicas unless they were just synchronised.
-      opt_state: states of gradient transform, optimizer and parameter transform, as in
-        `optax.chain(gradients, optimizer, sync)`.
+      opt_state: the state of the optimizer.
       model_state: what the loss function carries from step to step, such as BatchNorm statistics;
         {} without any. PRNG keys in it differ between replicas.
       rng: (replicas, words) uint32, the data of a PRNG key of jax's default implementation for each
         replica (`jax.random.wrap_key_data` makes keys of it), different on every replica. It is
         plain data, so that any library that saves trees of arrays saves a `TrainState`.
+      exchange: what the exchanges of gradients and parameters remember.
     """
 
-    # Of the step that returned this object, which knows it by this; a copy by `_replace` lacks it.
-    known_layout: StateLayout | None = None
-
-    def __getstate__(self) -> None:
-        """Return None, so that copies and pickles hold the fields alone."""
-        return None
-
-    @classmethod
-    def create(
-        cls,
-        params: PyTree,
-        tx: optax.GradientTransformation,
-        *,
-        mesh: AnyMesh,
-        axis_name: AxisName = "replica",
-        model_state: PyTree | None = None,
-        seed: int = 0,
-    ) -> "TrainState":
-        """Start all replicas from one copy of the parameters.
-
-        Args:
-          params: one copy, leaves of shape `s`.
-          tx: the whole chain, `step.tx` of a step made by `make_train_step`.
-          mesh: mesh with `axis_name`, or a `VirtualMesh`.
-          axis_name: the replica axis.
-          model_state: one copy of the model state; None means {}. Typed PRNG keys in it, such as
-            those of nnx.Dropout, are made different on every replica; replica 0 keeps the values
-            passed here. Raw keys (`jax.random.PRNGKey`) cause a warning.
-          seed: seed of the replicas' PRNG keys.
-
-        Returns:
-          A `TrainState` on the devices of `mesh`; none of its arrays is an alias of `params`.
-
-        Raises:
-          ValueError: as `js.replicate` and `js.init`.
-
-        Communication: none between replicas.
-        """
-        stacked = replicate(params, mesh=mesh, axis_name=axis_name)
-        return started(
-            stacked, tx, mesh=mesh, axis_name=axis_name, model_state=model_state, seed=seed
-        )
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    rng: jax.Array
+    exchange: StepExchange = StepExchange()
 
 
 def updates_of(state: Any) -> int:
@@ -133,14 +76,15 @@ def updates_of(state: Any) -> int:
 
 def started(
     stacked: PyTree,
-    tx: optax.GradientTransformation,
+    opt_state: PyTree,
+    exchange: StepExchange,
     *,
     mesh: AnyMesh,
     axis_name: AxisName,
     model_state: PyTree | None,
     seed: int,
 ) -> TrainState:
-    """Return a state before its first update, from parameters that are stacked already.
+    """Return a state before its first update, from what is stacked already.
 
     Communication: none between replicas.
     """
@@ -150,15 +94,18 @@ def started(
     return TrainState(
         step=replicate(jax.device_put(np.int32(0)), mesh=mesh, axis_name=axis_name),
         params=stacked,
-        opt_state=init(tx, stacked, mesh=mesh, axis_name=axis_name),
-        model_state=_with_own_keys(
-            replicate_as("model_state", one_state, mesh=mesh, axis_name=axis_name), mesh, axis_name
+        opt_state=opt_state,
+        model_state=with_own_keys(
+            replicate_as("model_state", one_state, mesh=mesh, axis_name=axis_name),
+            mesh=mesh,
+            axis_name=axis_name,
         ),
         rng=_replica_keys(seed, mesh, axis_name),
+        exchange=exchange,
     )
 
 
-def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
+def with_own_keys(stacked: PyTree, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
     """Return stacked model state with different keys per replica, else all drop the same units."""
     leaves, structure = jax.tree.flatten(stacked)
     # A raw key of `jax.random.PRNGKey` cannot be distinguished from other uint32 data: warn only.
@@ -166,11 +113,11 @@ def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTre
     if raw and leaves[0].shape[0] > 1:
         warn_user(
             f"`model_state`: {', '.join(raw)} looks like a PRNG key without a type, and would be "
-            "the same on all replicas, so that all draw the same. With js.typed_keys(loss_fn), or "
-            "as keys of jax.random.key or jax.random.wrap_key_data, they become each replica's "
-            "own. If it is none, nothing is wrong."
+            "the same on all replicas, so that all draw the same. Keys of jax.random.key or "
+            "jax.random.wrap_key_data become each replica's own; a loss function that needs raw "
+            "ones takes jax.random.key_data of them. If it is none, nothing is wrong."
         )
-    places = [i for i, x in enumerate(leaves) if is_key(x)]
+    places = [i for i, x in enumerate(leaves) if _is_key(x)]
     if places:
         split_keys = map_replicas(
             lambda keys: own_keys(keys, axis_name),
@@ -185,7 +132,7 @@ def _with_own_keys(stacked: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTre
 
 def _warn_of_rbg(model_state: PyTree) -> None:
     """Warn where replicas under `vmap` draw other numbers than on devices of their own."""
-    keys = [x for x in jax.tree.leaves(model_state) if is_key(x)]
+    keys = [x for x in jax.tree.leaves(model_state) if _is_key(x)]
     impls = {str(jax.random.key_impl(x)) for x in keys} | {default_generator()}
     if found := sorted(impls - {"threefry2x32"}):
         _warn_once(
@@ -195,9 +142,17 @@ def _warn_of_rbg(model_state: PyTree) -> None:
         )
 
 
+def _is_key(x: Any) -> bool:
+    """Return whether an array holds typed PRNG keys."""
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
+
+
 def _stacked_raw_keys(model_state: PyTree) -> list[str]:
     """Return the names of raw keys in a train state's model state, one for each replica."""
-    is_raw = [is_raw_key(x, stacked=True) for x in jax.tree.leaves(model_state)]
+    is_raw = [
+        jnp.shape(x)[1:] in _RAW_KEYS and jnp.result_type(x) == jnp.uint32
+        for x in jax.tree.leaves(model_state)
+    ]
     return list(itertools.compress(leaf_names(model_state), is_raw)) if any(is_raw) else []
 
 

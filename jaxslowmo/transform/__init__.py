@@ -33,6 +33,10 @@ from ._due import phase_scope as phase_scope
 from ._due import run_if as run_if
 from ._due import run_one_of as run_one_of
 from ._due import unseen_zero as unseen_zero
+from ._exchange_states import first_states as first_states
+from ._exchange_states import of_one as of_one
+from ._exchange_states import shardings as shardings
+from ._exchange_states import share_of_whole_leaves as share_of_whole_leaves
 from ._gradients import Around as Around
 from ._gradients import GradientSpec as GradientSpec
 from ._gradients import GradientTransform as GradientTransform
@@ -66,11 +70,15 @@ from ._replica_group import checked_group as checked_group
 from ._replica_group import packing_of as packing_of
 from ._replica_group import planned_by_group as planned_by_group
 from ._replica_group import split_dimension as split_dimension
+from ._stacked import StackedReplicas as StackedReplicas
+from ._stacked import number_of_all as number_of_all
+from ._stacked import over_stacked as over_stacked
 from ._state_classes import NoExchangeState as NoExchangeState
 from ._state_classes import TypedTransform as TypedTransform
 from ._state_classes import counters_in as counters_in
 from ._state_classes import gradient_state as gradient_state
 from ._state_classes import holds_state as holds_state
+from ._state_classes import is_state_of as is_state_of
 from ._state_classes import no_exchange as no_exchange
 from ._state_classes import passing_state as passing_state
 from ._state_classes import remembered as remembered

@@ -193,14 +193,15 @@ class Algorithm:
       counts_alike: whether the weights of `mass` stay 1 in training, so that a plain mean is exact.
       reset: `reset(local)`: the local state after all replicas were set to one mean.
       owner: public name, for messages.
-      is_sharded: whether each replica keeps only its blocks of `shared`.
+      is_sharded: whether each replica keeps only its blocks of `shared`; None: in a training step,
+        where what runs on it sees whole arrays, and not inside mapped axes.
       begin: `begin(updates, local, shared, context)`: the three at the beginning of any update,
         before its events; it communicates nothing. None: as they are.
       move: `move(local, move)`: the local state after an algorithm around it has moved this
         replica's parameters. `move(tree)` does the same to any tree like the parameters, such as to
         values of them that are still under way. None: as it is.
-      permit: `permit(carry, axes)`: whether an algorithm around it may exchange over these axes, ()
-        bool, equal on all replicas, and the local state afterwards. None: always.
+      permit: `permit(carry, replicas)`: whether an algorithm around it may exchange between these
+        replicas, () bool, equal on all, and the local state afterwards. None: always.
       has_anchor: whether its `shared` state, or `local` one, has an "anchor".
       bind: `bind(axis_sizes, params)`: the algorithm for axes of these sizes by name and for these
         parameters, of which only the types matter; either may be None. None: it depends on neither.
@@ -219,10 +220,10 @@ class Algorithm:
     counts_alike: bool = False
     reset: Callable[[PyTree], PyTree] = _unchanged
     owner: str = "algorithm"
-    is_sharded: bool = False
+    is_sharded: bool | None = False
     begin: Callable[..., tuple[PyTree, PyTree, PyTree]] | None = None
     move: Callable[[PyTree, Callable[[PyTree], PyTree]], PyTree] | None = None
-    permit: Callable[[Carry, tuple[str, ...]], tuple[jax.Array, PyTree]] | None = None
+    permit: Callable[[Carry, ReplicaGroup], tuple[jax.Array, PyTree]] | None = None
     has_anchor: bool = False
     bind: "Callable[[Mapping[str, int] | None, PyTree | None], Algorithm] | None" = None
     needs: str = ""
@@ -300,19 +301,24 @@ class Algorithm:
         return tuple(dict.fromkeys((*found, *(every(x.forms) for x in events if x.forms))))
 
     def run(
-        self, updates: PyTree, carry: Carry, context: UpdateContext, param_specs: PyTree | None
+        self,
+        updates: PyTree | None,
+        carry: Carry,
+        context: UpdateContext,
+        placed: Callable[[ReplicaGroup], ReplicaGroup] = lambda group: group,
     ) -> tuple[PyTree, Carry]:
         """Return the updates, and the carry, after all that is due in an update.
 
         Args:
-          updates: the optimizer's updates, in at least float32.
-          carry: the carry, whose `params` are made where something is due.
+          updates: the optimizer's updates, in at least float32; the carry's `params` are made where
+            something is due. None: the carry has them.
+          carry: the carry.
           context: facts about the update.
-          param_specs: layout of the parameters over automatic axes inside a replica.
+          placed: `placed(group)`: a group of replicas in the place where this is called.
 
         Returns:
           Updates that lead to the new parameters, in at least float32, and the carry, whose
-          `params` mean nothing.
+          `params` mean nothing; or None, and the carry with the new parameters.
         """
         before, events = carry.before, list(self.events)
         if context.phase is not None:
@@ -322,7 +328,7 @@ class Algorithm:
 
         def call(event: Event, carry: Carry) -> Carry:
             # What no event changes passes through no conditional.
-            replicas = (event.over or self.groups[-1]).with_specs(param_specs)
+            replicas = placed(event.over or self.groups[-1])
             new = event.scoped(carry._replace(before=before), replicas, context)
             if carry.moments is not None and event.inner_state == "keep":
                 # Copies of parameters in the optimizer must move too: it would undo the exchange.
@@ -333,9 +339,12 @@ class Algorithm:
 
         def exchanged(operand: tuple[PyTree, Carry]) -> tuple[PyTree, Carry]:
             updates, carry = operand
-            carry = carry._replace(params=landing(before, updates))
+            if updates is not None:
+                carry = carry._replace(params=landing(before, updates))
             pairs = list(zip(events, dues, strict=True))
             carry = self._run(pairs, carry, call, is_any=True)
+            if updates is None:
+                return None, carry
             target = jax.tree.map(lambda y, p: cast(y, p.dtype), carry.params, before)
             return updates_to(before, target), carry._replace(params=())
 
@@ -347,7 +356,7 @@ class Algorithm:
             return updates, carry
 
         # One conditional around all, so that a local update passes through no other.
-        operand = updates, carry._replace(before=(), params=())
+        operand = updates, carry._replace(before=())
         due = decide(due, context.communicate)
         return run_if(due, exchanged, skipped, operand, axes=self.bound_axes)
 
@@ -395,9 +404,9 @@ def around(base: Algorithm) -> Algorithm:
         assert base.move is not None
         return local | {"base": base.move(local["base"], move)}
 
-    def permit(carry: Carry, axes: tuple[str, ...]) -> tuple[jax.Array, Any]:
+    def permit(carry: Carry, replicas: ReplicaGroup) -> tuple[jax.Array, Any]:
         assert base.permit is not None
-        allowed, inner = base.permit(carry._replace(local=carry.local["base"]), axes)
+        allowed, inner = base.permit(carry._replace(local=carry.local["base"]), replicas)
         return allowed, carry.local | {"base": inner}
 
     def in_base(fn: Callable[[Any], Any] | None) -> Any:

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 from .._support.checks import warn_user
 from .._support.settings import records_settings
@@ -24,11 +23,10 @@ from ..mesh import (
     map_replicas,
     model_axes,
     on_mesh,
-    only_over,
     replica_count,
     sharded_like,
 )
-from ._checks import initialising, setting
+from ._checks import setting
 from ._gradients import GradientTransform, Joined, over_stages, spec_of
 from ._optax_states import moving_states
 from ._parameter_transform import ParameterTransform
@@ -219,9 +217,7 @@ def _init_fn(
     layouts: Layouts,
 ) -> Callable[[PyTree], PyTree]:
     def per_replica(params: PyTree) -> PyTree:
-        specs = {path: only_over(spec, automatic) for path, _, spec in layouts}
-        tree = jax.tree_util.tree_map_with_path(lambda path, _: specs.get(path, P()), params)
-        with noting_followed() as followed, initialising(tree if layouts else None):
+        with noting_followed() as followed:
             state = jax.tree.map(jnp.copy, tx_init(params))
         check_order("init", state)
         _warn_of_copies(state, followed)

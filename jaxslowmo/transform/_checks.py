@@ -46,19 +46,6 @@ def layouts_known() -> AbstractContextManager[bool]:
     return setting(_LAYOUTS_KNOWN, True)
 
 
-_INIT_SPECS: ContextVar[PyTree | None] = ContextVar("_INIT_SPECS", default=None)
-
-
-def initialising(specs: PyTree | None) -> AbstractContextManager[PyTree | None]:
-    """Make `known_specs` return the layouts of the parameters whose state is made in the block."""
-    return setting(_INIT_SPECS, specs)
-
-
-def known_specs() -> PyTree | None:
-    """Return the layouts of the parameters at `init` in a step, whose updates know them, too."""
-    return _INIT_SPECS.get() if _LAYOUTS_KNOWN.get() else None
-
-
 @dataclass
 class LayoutNotice:
     """A warning that exchanges gather leaves because their shardings are unknown.

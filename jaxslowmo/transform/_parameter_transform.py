@@ -1,8 +1,9 @@
 """Parameter transforms: the optax pair of an algorithm that exchanges parameters."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple, cast
+import typing
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,22 @@ from .._support.checks import warn_once
 from .._support.settings import Settings
 from .._support.types import AxisName, Phase, PyTree
 from ..mesh import Shares, axis_size, is_bound, specs_key, typed_specs
-from ..tree import at_least_float32, check_floating, leaf_names, mirrored
+from ..tree import (
+    at_least_float32,
+    cast,
+    check_floating,
+    landing,
+    leaf_names,
+    mirrored,
+    updates_to,
+    widen_updates,
+)
 from ._algorithm import Algorithm, Carry, UpdateContext
-from ._checks import check_varying, check_weight, known_specs, unless_idle
+from ._checks import check_varying, check_weight, unless_idle
 from ._due import Communicate, increment, instants
 from ._optax_states import moving_states
 from ._replica_group import ReplicaGroup, check_axis_argument
+from ._stacked import StackedReplicas
 from ._state_classes import WithSpec, register_state
 
 _MUCH = 0.1  # share of a sharded state's bytes that may stay whole without a warning
@@ -73,6 +84,7 @@ class ParameterTransform(WithSpec):
     algorithm: Algorithm
     exchange: Callable[..., tuple[PyTree, list[Any], ExchangeState, PyTree]]
     anchor: Callable[[ExchangeState, PyTree], PyTree]
+    note_whole_leaves: Callable[..., None]
     param_specs: PyTree | None
 
     def __new__(
@@ -98,9 +110,9 @@ class ParameterTransform(WithSpec):
                 "the algorithm has no `groups`."
             )
         pair = _Pair(algorithm, param_specs)
-        self = super().__new__(cls, cast("optax.TransformInitFn", pair.init), pair.update)
+        self = super().__new__(cls, typing.cast("optax.TransformInitFn", pair.init), pair.update)
         self.algorithm, self.exchange, self.settings = algorithm, pair.exchange, settings
-        self.param_specs = param_specs
+        self.param_specs, self.note_whole_leaves = param_specs, pair.note_whole_leaves
         self.anchor = pair.anchor  # one object, by which compiled programs are found again
         return self
 
@@ -121,8 +133,10 @@ class ParameterTransform(WithSpec):
         """Return all phases that occur, in order of first appearance."""
         return list(dict.fromkeys(map(self.phase, instants(self.algorithm.schedules))))
 
-    def shares(self, state: ExchangeState) -> Shares:
+    def shares(self, state: Any) -> Shares:
         """Return, on the host, of what the consensus is the weighted mean, for `js.consensus`.
+
+        `state` is a stacked `ExchangeState`, or `exchange` of a train state.
 
         They are pairs: a weight for each replica, and stacked parameters, or None for the replicas'
         current ones.
@@ -197,29 +211,37 @@ class _Pair:
                 group.require_bound(self._owner, _WHOLE_ANYWHERE)
         state = self._first(params)
         # With bound axes this is the state that updates expect, so `_check_state` need not trace.
-        if is_inside and known_specs() is None:
+        if is_inside:
             self._forms[self._kind(params)] = _form(state)
         return state
 
     def _first(self, params: PyTree) -> ExchangeState:
         algorithm, start = self._bound(params), params
         if algorithm.is_sharded:
-            specs = known_specs() if self._specs is None else self._specs
-            start = algorithm.groups[-1].with_specs(specs).block(params)
+            start = algorithm.groups[-1].placed(None, self._specs).block(params)
         zero = jnp.zeros([], jnp.int32)
         state = ExchangeState(zero, algorithm.local(params), algorithm.shared(start))
-        whole = share_of_whole(state.shared, params) if algorithm.is_sharded else 0
-        if whole > _MUCH and algorithm.groups[-1].size > 1:
-            self._warn(
-                f"{self._owner}: of the shared state {whole:.0%} of the bytes stay whole on each "
-                f"replica, since {algorithm.groups[-1].size} divides no dimension of these leaves. "
-                "(Of leaves that are sharded inside a replica, `with_specs` must say how.)"
-            )
+        if algorithm.is_sharded:
+            more = " (Of leaves that are sharded inside a replica, `with_specs` must say how.)"
+            share = share_of_whole(state.shared, params)
+            self.note_whole_leaves(share, algorithm.groups[-1].size, more)
         return state
 
-    def _bound(self, params: PyTree) -> Algorithm:
+    def note_whole_leaves(self, share: float, count: int, more: str = "") -> None:
+        """Warn, once, if much of a sharded state stays whole on each of `count` replicas."""
+        if share > _MUCH and count > 1:
+            self._warn(
+                f"{self._owner}: of the shared state {share:.0%} of the bytes stay whole on each "
+                f"replica, since {count} divides no dimension of these leaves.{more}"
+            )
+
+    def _bound(self, params: PyTree, stacked: StackedReplicas | None = None) -> Algorithm:
         axes = self._algorithm.axes
-        sizes = {a: axis_size(a) for a in axes} if all(map(is_bound, axes)) else None
+        sizes = None
+        if stacked is not None:
+            sizes = dict(stacked.mesh.shape)
+        elif all(map(is_bound, axes)):
+            sizes = {a: axis_size(a) for a in axes}
         return self._algorithm.bound(sizes, params)
 
     def anchor(self, state: ExchangeState, params: PyTree) -> PyTree:
@@ -229,7 +251,7 @@ class _Pair:
             held = state.local if "anchor" in state.local else state.local["base"]
         if not algorithm.is_sharded:
             return held["anchor"]
-        group = algorithm.groups[-1].with_specs(self._specs)
+        group = algorithm.groups[-1].placed(None, self._specs)
         return group.all_gather(held["anchor"], params)
 
     def update(
@@ -253,9 +275,15 @@ class _Pair:
         weight: Any = None,
         phase: Phase | None = None,
         learning_rate: Any = None,
+        stacked: StackedReplicas | None = None,
+        after: PyTree | None = None,
         **extra: Any,
     ) -> tuple[PyTree, list[Any], ExchangeState, PyTree]:
-        """Return `(updates, statistics, state, moments)` after one update, like `update`."""
+        """Return `(updates, statistics, state, moments)` after one update, like `update`.
+
+        With `after`, the parameters after the update, in place of `updates`, the first result is
+        the new parameters.
+        """
         # Cheap checks come first, and checks that need an axis after the check that it is bound.
         del extra
         owner = self._owner
@@ -270,29 +298,44 @@ class _Pair:
                 "optimizer, which a transform alone does not see: use js.make_train_step or "
                 'js.chain, not an optax.chain, or inner_state="keep".'
             )
-        self._check_axes()
+        algorithm = self._bound(params, stacked)
+        groups = [group.placed(stacked, self._specs) for group in algorithm.groups]
+        self._check_axes(groups)
         share = check_weight(owner, weight)
-        algorithm = self._bound(params)
-        self._check_state(state, params)
         self._check_phase(algorithm, phase)
-        updates = unless_idle(updates, share)
-        for group in algorithm.groups:
-            check_varying(owner, params, updates, group.axis_name)
+        if after is None:
+            updates = unless_idle(updates, share)
+        if stacked is None:
+            self._check_state(state, params)
+            for group in groups:
+                check_varying(owner, params, updates, group.axis_name)
         count = increment(state.count)
         context = UpdateContext(count, communicate, share, learning_rate, phase, init, part)
-        updates, local, shared = jax.tree.map(_widened, updates), state.local, state.shared
+        local, shared, y = state.local, state.shared, ()
+        if after is None:
+            updates = jax.tree.map(_widened, updates)
+        else:
+            y, updates = widen_updates(after), updates_to(params, after)
         if algorithm.begin is not None:
+            given = updates
             updates, local, shared = algorithm.begin(updates, local, shared, context)
+            if after is not None and updates is not given:
+                y = landing(params, updates)
         is_changed = algorithm.inner_state != "keep" or moving_states(moments)
         kept = moments if is_changed else None
-        carry = Carry(params, (), kept, list(statistics), local, shared)
-        updates, carry = algorithm.run(updates, carry, context, self._specs)
-        after = ExchangeState(count, carry.local, carry.shared)
-        return updates, carry.statistics, after, moments if kept is None else carry.moments
+        carry = Carry(params, y, kept, list(statistics), local, shared)
+        updates = updates if after is None else None
+        updates, carry = algorithm.run(
+            updates, carry, context, lambda group: group.placed(stacked, self._specs)
+        )
+        state = ExchangeState(count, carry.local, carry.shared)
+        if after is not None:
+            updates = jax.tree.map(lambda x, p: cast(x, p.dtype), carry.params, params)
+        return updates, carry.statistics, state, moments if kept is None else carry.moments
 
-    def _check_axes(self) -> None:
+    def _check_axes(self, groups: Sequence[ReplicaGroup]) -> None:
         """Raise `ValueError` for axes that are not bound; warn if there is nothing to send."""
-        for group in self._algorithm.groups:
+        for group in groups:
             group.require_bound(self._owner)
             if group.size == 1:
                 names = group.axes

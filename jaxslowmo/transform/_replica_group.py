@@ -1,7 +1,8 @@
 """A group of replicas that exchange: its axes, the form of what they send, and its verbs.
 
-The verbs work inside the mapped axes, for one replica. Trees like the parameters are packed into
-flat buffers, of each device's own blocks where leaves are sharded inside a replica.
+Trees like the parameters are packed into flat buffers, of each device's own blocks where leaves are
+sharded inside a replica. Inside a `shard_map` or a `vmap` that leaves such axes to the compiler,
+leaves are exchanged one by one instead, each laid out as it is.
 
 A tree that all replicas have together is cut into blocks: replica i of R has the i-th of R equal
 parts of each leaf, along a dimension of the leaf that R divides (`split_dimension`). A leaf without
@@ -25,7 +26,6 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.checks import checked_int
 from .._support.types import AxisName, PyTree, axis_names
-from .._support.varying import tracks_types
 from ..collectives import (
     all_gather_rows,
     all_mean,
@@ -44,6 +44,7 @@ from ..mesh import (
     axis_size,
     is_bound,
     is_spmd,
+    laid_out,
     only_over,
     require_axes,
     specs_key,
@@ -61,6 +62,7 @@ from ..tree import (
     plan_buffers,
     split_last,
 )
+from ._stacked import Arrays, StackedReplicas, own_block
 
 
 def split_dimension(
@@ -90,16 +92,23 @@ def split_dimension(
 class ReplicaGroup:
     """Replicas that exchange, and the form in which they send.
 
+    Its verbs are called for one replica, in one of two places. Inside mapped axes (`shard_map`,
+    `pmap`, `vmap`) every leaf is this device's. With `stacked`, in a training step, they are called
+    under `jax.vmap` over the stacked arrays of all replicas, and run on their devices.
+
     Attributes:
       axis_name: mapped axis of the replicas, or several.
       local_axis_name: axis of the L devices inside a replica, which hold equal trees: each then
         exchanges 1/L of them. None: every device exchanges all.
-      param_specs: `PartitionSpec` per leaf (or prefix of the tree) over automatic axes inside a
-        replica. None: leaves are whole there, or their types have the layout (Explicit axes).
+      param_specs: `PartitionSpec` per leaf (or prefix of the tree) over the axes inside a replica
+        that are not mapped. None: leaves are whole there.
       bucket_bytes: size in bytes at which a flat buffer is closed; None: one buffer per dtype.
       codec: encoding of buffers that are wider than its dtype; None: none.
       without: the dimension along which leaves that a function names are never cut into blocks:
         (function of the name, dimension). None: any dimension may be cut.
+      is_cut: whether what all replicas have together is cut into blocks; else each has all of it.
+        None: with `stacked`.
+      stacked: the arrays of a step's replicas; None inside mapped axes.
     """
 
     axis_name: AxisName
@@ -108,15 +117,23 @@ class ReplicaGroup:
     bucket_bytes: int | None = None
     codec: Codec | None = None
     without: tuple[Callable[[str], bool], int] | None = None
+    is_cut: bool | None = True
+    stacked: StackedReplicas | None = None
 
     def over(self, axis_name: AxisName | None = None, **changed: Any) -> "ReplicaGroup":
         """Return this group over other axes, or with other settings, such as `codec=None`."""
         axes = self.axis_name if axis_name is None else axis_name
         return dataclasses.replace(self, axis_name=axes, **changed)
 
-    def with_specs(self, param_specs: PyTree) -> "ReplicaGroup":
-        """Return this group for leaves with these layouts, unless it has `param_specs`."""
-        return self if self.param_specs is not None else self.over(param_specs=param_specs)
+    @property
+    def plain(self) -> "ReplicaGroup":
+        """The same replicas, for trees that are not like the parameters, sent as they are."""
+        return ReplicaGroup(self.axis_name, stacked=self.stacked)
+
+    def placed(self, stacked: StackedReplicas | None, param_specs: PyTree) -> "ReplicaGroup":
+        """Return this group for the arrays of a step, whose parameters have these layouts."""
+        specs = param_specs if self.param_specs is None else self.param_specs
+        return self.over(stacked=stacked, param_specs=specs)
 
     def of_leaves(
         self,
@@ -142,23 +159,68 @@ class ReplicaGroup:
 
     @property
     def size(self) -> int:
-        """The number of replicas, inside of the mapped axes."""
-        return axis_size(self.axis_name)
+        """The number of replicas."""
+        if self.stacked is None:
+            return axis_size(self.axis_name)
+        return math.prod(self.stacked.mesh.shape[name] for name in self.axes)
 
     def require_bound(self, owner: str, more: str = "") -> None:
         """Raise `ValueError` unless all axes are bound, and local axes differ from replica axes.
 
         `more` is appended to the message for an axis that is not bound.
         """
-        # A collective over an unbound axis would fail with an empty AssertionError.
-        require_axes(owner, "axis_name", self.axis_name, more)
-        if self.local_axis_name is None:
-            return
-        require_axes(owner, "local_axis_name", self.local_axis_name, more)
-        if both := {*self.axes} & {*axis_names(self.local_axis_name)}:
+        if self.stacked is None:
+            # A collective over an unbound axis would fail with an empty AssertionError.
+            require_axes(owner, "axis_name", self.axis_name, more)
+            if self.local_axis_name is not None:
+                require_axes(owner, "local_axis_name", self.local_axis_name, more)
+        if both := {*self.axes} & {*axis_names(self.local_axis_name or ())}:
             raise ValueError(
                 f"{owner}: `local_axis_name` must differ from `axis_name`, both name {min(both)!r}."
             )
+
+    @property
+    def cuts_state(self) -> bool:
+        """Whether what all replicas have together is cut into blocks here."""
+        return self.stacked is not None if self.is_cut is None else self.is_cut
+
+    # Where verbs run.
+
+    def own(self, tree: PyTree, specs: Sequence[P] | None = None) -> Arrays:
+        """Return a tree that each replica has for itself, with `param_specs` or these layouts."""
+        return Arrays(tree, specs_of_leaves(self.param_specs, tree) if specs is None else specs)
+
+    def alike(self, tree: PyTree) -> Arrays:
+        """Return a tree that is whole and equal on all replicas, such as a number."""
+        leaves = jax.tree.leaves(tree)
+        return Arrays(tree, [P()] * len(leaves), [None] * len(leaves))
+
+    def shared(self, tree: PyTree, like: PyTree = None) -> Arrays:
+        """Return a tree that all replicas have together, cut like `like`, its whole leaves."""
+        cuts = self.dimensions(tree if like is None else like)
+        return Arrays(tree, specs_of_leaves(self.param_specs, tree), cuts, self.axes)
+
+    def run(self, fn: Callable[..., Any], arguments: Sequence[Arrays], *results: Arrays) -> Any:
+        """Return `fn(group, *trees)`, a list of trees, called where the axes are mapped.
+
+        `group` is this group there. `results` say where the results lie; of their trees only the
+        types matter.
+        """
+        group = self.over(stacked=None, param_specs=None)
+        if self.stacked is None:
+            trees = [x.tree for x in arguments]
+            inside = _inner_axes()
+            if not inside or self.param_specs is None:
+                return fn(self, *trees)
+            # Each device packs its own blocks along the axes that are not mapped here, too.
+            return jax.shard_map(
+                functools.partial(fn, group),
+                in_specs=tuple(_as_tree(x) for x in arguments),
+                out_specs=[_as_tree(x) for x in results],
+                axis_names=inside,
+                check_vma=False,
+            )(*trees)
+        return self.stacked.run(functools.partial(fn, group), arguments, results)
 
     # Verbs on whole trees.
 
@@ -177,53 +239,90 @@ class ReplicaGroup:
         """
         if not jax.tree.leaves(tree):
             return tree
-        axes, local, codec = self.axis_name, self.local_axis_name, self.codec
-        if codec is None and self._is_by_leaf(tree):
-            return self._mean_of_leaves(tree, weight)
+        own = self.own(tree)
 
-        def mean_of(
-            buffer: Buffer,
-            flat: jax.Array,
-            factor: jax.Array | None = None,
-            anyone: jax.Array | None = None,
-        ) -> jax.Array:
-            del buffer
-            # Each of L devices in a replica sends its part: N bytes leave a replica, not L * N.
-            if isinstance(codec, Half):
-                mean, residual = coded_mean(flat, codec, axes, local, factor=factor)
-                mean += residual
-            else:
-                mean = all_mean(flat, axes, local, factor=factor)
-            # If all replicas have run out of data the mean is 0 / 0: keep the values.
-            return mean if anyone is None else jnp.where(anyone, mean, flat)
+        def run(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None) -> list[PyTree]:
+            return [_mean(group, tree, weight, role)]
 
-        return packing_of(tree, self).through(mean_of, tree, *self._shares(weight), role=role)
+        return self.run(run, [own, self.own(weight, [P()])], own)[0]
 
-    def _shares(self, weight: jax.Array | None) -> list[jax.Array]:
-        """Return this replica's factor, and whether any weight is above 0; [] without weights."""
+    def shares(self, weight: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
+        """Return the factor that makes a plain mean a weighted one, and whether any weighs.
+
+        The factor is this replica's, () float; the other is () bool, equal on all. Both are None
+        without a weight.
+
+        Communication: with a weight one all-reduce of 8 bytes.
+        """
         if weight is None:
-            return []
-        total = total_weight(weight, self.axis_name)
-        return [relative_weight(weight, total, self.axis_name), total.weight > 0]
+            return None, None
 
-    def _mean_of_leaves(self, tree: PyTree, weight: jax.Array | None) -> PyTree:
-        shares = self._shares(weight)
+        def run(group: ReplicaGroup, weight: jax.Array) -> list[jax.Array]:
+            total = total_weight(weight, group.axis_name)
+            return [relative_weight(weight, total, group.axis_name), total.weight > 0]
 
-        def mean(x: jax.Array) -> jax.Array:
-            if not shares:
-                return all_mean(x, self.axis_name)
-            factor, anyone = shares
-            return jnp.where(anyone, all_mean(x, self.axis_name, factor=factor), x)
+        types = jnp.zeros([], jnp.result_type(float)), jnp.zeros([], jnp.bool_)
+        results = self.own(types[0], [P()]), self.alike(types[1])
+        factor, anyone = self.run(run, [self.own(weight, [P()])], *results)
+        return factor, anyone
 
-        return jax.tree.map(mean, tree)
+    def mean_number(self, x: jax.Array) -> jax.Array:
+        """Return the mean of () floats, equal on all replicas.
+
+        Communication: one all-reduce of the number.
+        """
+        return self._joined(lambda group, x: all_mean(x, group.axis_name), x)
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        """Return the largest of the replicas' numbers, of any shape, equal on all.
+
+        Communication: one all-reduce of the numbers.
+        """
+
+        # jax has no derivative of pmax, and inside vmap and jit it calls a custom rule
+        # (jax.custom_jvp) without the axis. So each replica differentiates its own number through
+        # this added 0; an infinite one would make it NaN, and on that replica only.
+        def run(group: ReplicaGroup, x: jax.Array) -> jax.Array:
+            zero = x - lax.stop_gradient(x)
+            zero = jnp.where(jnp.isfinite(x), zero, 0)
+            return lax.pmax(lax.stop_gradient(x), group.axes) + zero
+
+        return self._joined(run, x)
+
+    def agree(self, flag: jax.Array) -> jax.Array:
+        """Return whether the () bool `flag` is True on all replicas.
+
+        Communication: one all-reduce of 4 bytes.
+        """
+        return self._joined(
+            lambda group, x: lax.psum((~x).astype(jnp.int32), group.axes) == 0, flag
+        )
+
+    def same(self, x: jax.Array) -> jax.Array:
+        """Return a number that is equal on all replicas as a value of all of them together.
+
+        Communication: none.
+        """
+        return self._joined(lambda group, x: x, x)
+
+    def _joined(self, fn: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+        return self.run(lambda group, x: [fn(group, x)], [self.own(x, [P()])], self.alike(x))[0]
 
     def sum(self, tree: PyTree) -> PyTree:
-        """Return the sum of a tree over the replicas, in the leaves' dtypes.
+        """Return the sum of a tree over the replicas, in the leaves' dtypes; all have it together.
 
         Communication: one all-reduce per buffer.
         """
-        packing = packing_of(tree, self)
-        return packing.through(lambda buffer, flat: sum_over(flat, self.axis_name), tree)
+
+        def run(group: ReplicaGroup, tree: PyTree) -> list[PyTree]:
+            def total(buffer: Buffer, flat: jax.Array) -> jax.Array:
+                del buffer
+                return sum_over(flat, group.axis_name)
+
+            return [packing_of(tree, group).through(total, tree)]
+
+        own = self.own(tree)
+        return self.run(run, [own], own._replace(cuts=[None] * len(own.specs)))[0]
 
     def permute(self, tree: PyTree, permutation: Sequence[tuple[int, int]]) -> PyTree:
         """Return the tree of the replica that sends to this one; zeros on one that none sends to.
@@ -235,43 +334,39 @@ class ReplicaGroup:
         Communication: one collective-permute per buffer; with `local_axis_name` 1/L of each per
           device, and an all-gather over that axis.
         """
-        axes, local = self.axis_name, self.local_axis_name
 
-        def sent(buffer: Buffer, flat: jax.Array) -> jax.Array:
-            del buffer
-            return in_slices(flat, local, lambda x: permute(x, axes, permutation))
+        def run(group: ReplicaGroup, tree: PyTree) -> list[PyTree]:
+            def sent(buffer: Buffer, flat: jax.Array) -> jax.Array:
+                del buffer
+                axes = group.axis_name
+                return in_slices(
+                    flat, group.local_axis_name, lambda x: permute(x, axes, permutation)
+                )
 
-        return packing_of(tree, self).through(sent, tree)
+            return [packing_of(tree, group).through(sent, tree)]
+
+        return self.run(run, [self.own(tree)], self.own(tree))[0]
 
     def mean_in_codec(self, tree: PyTree, *, role: str | None = None) -> tuple[PyTree, PyTree]:
         """Return the mean over replicas of what they send, and what of it this replica has lost.
 
         Communication: that of `collectives.mean_in_codec`, for each flat buffer.
         """
-        codec, axes, local = self.codec, self.axis_name, self.local_axis_name
-        assert codec is not None
-        packing = packing_of(tree, self)
-        pairs = packing.map(
-            lambda buffer, flat: mean_in_codec(flat, axes, codec, local),
-            packing.pack(tree, role=role),
-        )
-        return packing.unpack([mean for mean, _ in pairs]), packing.unpack([x for _, x in pairs])
-
-    def agree(self, flag: jax.Array) -> jax.Array:
-        """Return whether the () bool `flag` is True on all replicas.
-
-        Communication: one all-reduce of 4 bytes.
-        """
-        return lax.psum((~flag).astype(jnp.int32), self.axes) == 0
+        run = functools.partial(_mean_in_codec, role=role)
+        mean, lost = self.run(run, [self.own(tree)], self.own(tree), self.own(tree))
+        return mean, lost
 
     # Verbs between whole trees and blocks.
 
     def dimensions(self, tree: PyTree) -> list[int | None]:
         """Return for each leaf the dimension along which it is cut; None: it stays whole."""
-        leaves, mesh = jax.tree.leaves(tree), jax.sharding.get_abstract_mesh()
-        specs = self._specs(tree)
-        if specs is None:  # the compiler alone knows how leaves are sharded inside a replica
+        leaves = jax.tree.leaves(tree)
+        is_unknown = self.stacked is None and self.param_specs is None and _hides_layouts()
+        if not self.cuts_state or is_unknown:  # the compiler alone may know how they are sharded
             return [None] * len(leaves)
+        specs = specs_of_leaves(self.param_specs, tree)
+        mesh: Any = jax.sharding.get_abstract_mesh()
+        mesh = mesh if self.stacked is None else self.stacked.mesh
         names = [""] * len(leaves) if self.without is None else leaf_names(tree)
         is_stacked, dimension = self.without or (lambda name: False, 0)
 
@@ -287,14 +382,17 @@ class ReplicaGroup:
 
         Communication: none.
         """
-        count = self.size
+        cuts = self.dimensions(tree)
 
-        def own(x: jax.Array, dimension: int) -> jax.Array:
-            size = x.shape[dimension] // count
-            start = lax.axis_index(self.axis_name) * size
-            return lax.dynamic_slice_in_dim(x, start, size, dimension)
+        def run(group: ReplicaGroup, tree: PyTree) -> list[PyTree]:
+            leaves, treedef = jax.tree.flatten(tree)
+            if group.size > 1:
+                pairs = zip(leaves, cuts, strict=True)
+                axes = group.axis_name
+                leaves = [x if d is None else own_block(x, d, axes) for x, d in pairs]
+            return [treedef.unflatten(leaves)]
 
-        return self._mapped(own, self.dimensions(tree), tree)
+        return self.run(run, [self.own(tree)], self.shared(tree))[0]
 
     def reduce_scatter(self, tree: PyTree, *, role: str | None = None) -> PyTree:
         """Return this replica's blocks of the mean of a tree over the replicas.
@@ -302,19 +400,23 @@ class ReplicaGroup:
         Communication: one reduce-scatter per buffer of the leaves that are cut, and one all-reduce
           per buffer of those that stay whole; with L local devices each sends 1/L.
         """
-        mean, _ = self._scattered(tree, role)
-        return mean
+        run = functools.partial(_scattered, cuts=self.dimensions(tree), role=role)
+        return self.over(codec=None).run(run, [self.own(tree)], self.shared(tree))[0]
 
     def reduce_scatter_in_codec(
         self, tree: PyTree, *, role: str | None = None
     ) -> tuple[PyTree, PyTree]:
         """Return blocks of the mean of what replicas send in the codec, and what is lost.
 
-        Leaves that stay whole are sent as they are.
+        Where some leaves are cut, those that stay whole are sent as they are.
 
         Communication: for the leaves that are cut one all-to-all per buffer of the codec's bytes.
         """
-        return self._scattered(tree, role, self.codec)
+        run = functools.partial(_scattered, cuts=self.dimensions(tree), role=role)
+        if not self.cuts_state:
+            run = functools.partial(_mean_in_codec, role=role)
+        mean, lost = self.run(run, [self.own(tree)], self.shared(tree), self.own(tree))
+        return mean, lost
 
     def all_gather(self, blocks: PyTree, like: PyTree, *, codec: Codec | None = None) -> PyTree:
         """Return the whole tree of all replicas' blocks; leaves that stay whole are as they are.
@@ -327,124 +429,149 @@ class ReplicaGroup:
         Communication: one all-gather per buffer; with L local devices each sends 1/L, and one
           all-gather over `local_axis_name` follows.
         """
-        if self.size == 1:
-            return blocks
-        leaves, treedef = jax.tree.flatten(blocks)
-        dims, whole = self.dimensions(like), dict(enumerate(leaves))
-        axes, local = self.axis_name, self.local_axis_name
-        if codec is None and self._is_by_leaf(like):
-            for i, d in enumerate(dims):
-                whole[i] = leaves[i] if d is None else gather_slices(leaves[i], axes, dimension=d)
-            return treedef.unflatten([whole[i] for i in range(len(leaves))])
-        for places, specs in self._buffers(like, dims):
+        run = functools.partial(_gathered, cuts=self.dimensions(like))
+        shapes = jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape, b.dtype), like, blocks)
+        group = self.over(codec=codec)
+        return group.run(run, [self.shared(blocks, like)], self.own(shapes))[0]
 
-            def gathered(parts: list[jax.Array], places: Any = places) -> list[jax.Array]:
-                row = lax.concatenate([x.reshape(-1) for x in parts], 0)
-                rows = all_gather_rows(row, axes, local, codec)
-                cut = [dims[i] for i in places]
-                return _from_rows(rows, [(x.shape, d) for x, d in zip(parts, cut, strict=True)])
 
-            parts = [leaves[i] for i in places]
-            whole |= zip(places, _on_devices(gathered, parts, specs), strict=True)
-        return treedef.unflatten([whole[i] for i in range(len(leaves))])
+# The verbs where the axes are mapped.
 
-    def _scattered(
-        self, tree: PyTree, role: str | None, codec: Codec | None = None
-    ) -> tuple[PyTree, PyTree]:
-        leaves, treedef = jax.tree.flatten(tree)
-        dims = self.dimensions(tree)
-        rest = [i for i, d in enumerate(dims) if d is None]
-        # What stays whole is small, as a rule, and sent in full.
-        in_full = self.over(codec=None).of_leaves(tree, rest, lambda _, specs: specs)
-        means = in_full.mean([leaves[i] for i in rest], role=role)
-        out = dict(zip(rest, means, strict=True))
-        lost = {i: jnp.zeros_like(leaves[i]) for i in rest}
-        axes, local, count = self.axis_name, self.local_axis_name, self.size
-        if codec is None and self._is_by_leaf(tree):
-            for i, d in enumerate(dims):
-                if d is not None:
-                    out[i] = lax.psum_scatter(leaves[i], axes, scatter_dimension=d, tiled=True)
-                    out[i] /= count
-            return treedef.unflatten([out[i] for i in range(len(leaves))]), ()
-        for places, specs in self._buffers(tree, dims, role):
 
-            def scattered(parts: list[jax.Array], places: Any = places) -> Any:
-                cut = [dims[i] for i in places]
-                rows = _in_rows(parts, cut, count)
-                shapes = [_block_shape(x.shape, d, count) for x, d in zip(parts, cut, strict=True)]
-                if codec is None:
-                    mine = scatter_mean(rows, axes, local)
-                    return _split(mine, shapes)
-                mine, left = scatter_mean_in_codec(rows, axes, codec, local)
-                leaf_parts = list(zip(shapes, cut, strict=True))
-                return [*_split(mine, shapes), *_from_rows(left, leaf_parts)]
+def _mean(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None, role: str | None) -> PyTree:
+    axes, local, codec = group.axis_name, group.local_axis_name, group.codec
+    shares = [x for x in group.shares(weight) if x is not None]
+    if codec is None and _is_by_leaf(group):
+        tree = _as_laid_out(tree, group)
 
-            found = _on_devices(
-                scattered, [leaves[i] for i in places], specs, 1 if codec is None else 2
-            )
-            out |= zip(places, found[: len(places)], strict=True)
-            lost |= zip(places, found[len(places) :], strict=False)
-        blocks = treedef.unflatten([out[i] for i in range(len(leaves))])
+        def mean(x: jax.Array) -> jax.Array:
+            if not shares:
+                return all_mean(x, axes)
+            factor, anyone = shares
+            return jnp.where(anyone, all_mean(x, axes, factor=factor), x)
+
+        return jax.tree.map(mean, tree)
+
+    def mean_of(
+        buffer: Buffer,
+        flat: jax.Array,
+        factor: jax.Array | None = None,
+        anyone: jax.Array | None = None,
+    ) -> jax.Array:
+        del buffer
+        # Each of L devices in a replica sends its part: N bytes leave a replica, not L * N.
+        if isinstance(codec, Half):
+            mean, residual = coded_mean(flat, codec, axes, local, factor=factor)
+            mean += residual
+        else:
+            mean = all_mean(flat, axes, local, factor=factor)
+        # If all replicas have run out of data the mean is 0 / 0: keep the values.
+        return mean if anyone is None else jnp.where(anyone, mean, flat)
+
+    return packing_of(tree, group).through(mean_of, tree, *shares, role=role)
+
+
+def _mean_in_codec(group: ReplicaGroup, tree: PyTree, *, role: str | None) -> list[PyTree]:
+    codec, axes, local = group.codec, group.axis_name, group.local_axis_name
+    assert codec is not None
+    packing = packing_of(tree, group)
+    pairs = packing.map(
+        lambda buffer, flat: mean_in_codec(flat, axes, codec, local), packing.pack(tree, role=role)
+    )
+    return [packing.unpack([mean for mean, _ in pairs]), packing.unpack([x for _, x in pairs])]
+
+
+def _scattered(
+    group: ReplicaGroup, tree: PyTree, *, cuts: Sequence[int | None], role: str | None
+) -> list[PyTree]:
+    leaves, treedef = jax.tree.flatten(_as_laid_out(tree, group))
+    rest = [i for i, d in enumerate(cuts) if d is None]
+    # What stays whole is small, as a rule, and sent in full.
+    in_full = group.over(codec=None).of_leaves(tree, rest, lambda _, specs: specs)
+    means = in_full.mean([leaves[i] for i in rest], role=role)
+    out = dict(zip(rest, means, strict=True))
+    lost = {i: jnp.zeros_like(leaves[i]) for i in rest}
+    axes, local, count = group.axis_name, group.local_axis_name, group.size
+    codec = group.codec
+    for places in _buffers(group, tree, cuts, role):
+        parts, cut = [leaves[i] for i in places], [cuts[i] for i in places]
+        if codec is None and _is_by_leaf(group):
+            for i, x, d in zip(places, parts, cut, strict=True):
+                out[i] = lax.psum_scatter(x, axes, scatter_dimension=d or 0, tiled=True) / count
+            continue
+        rows = _in_rows(parts, cut, count)
+        shapes = [_block_shape(x.shape, d, count) for x, d in zip(parts, cut, strict=True)]
         if codec is None:
-            return blocks, ()
-        return blocks, treedef.unflatten([lost[i] for i in range(len(leaves))])
+            mine = scatter_mean(rows, axes, local)
+        else:
+            mine, left = scatter_mean_in_codec(rows, axes, codec, local)
+            blocks = list(zip(shapes, cut, strict=True))
+            lost |= zip(places, _from_rows(left, blocks), strict=True)
+        out |= zip(places, _split(mine, shapes), strict=True)
+    blocks = _as_laid_out(treedef.unflatten([out[i] for i in range(len(leaves))]), group)
+    if codec is None:
+        return [blocks]
+    return [blocks, treedef.unflatten([lost[i] for i in range(len(leaves))])]
 
-    def _is_by_leaf(self, tree: PyTree) -> bool:
-        """Return whether leaves are exchanged one by one, each laid out as it is.
 
-        That is under `vmap(spmd_axis_name=...)`, and where the compiler alone knows how leaves are
-        sharded inside a replica: to pack them would gather them.
-        """
-        return is_spmd(self.axis_name) or self._specs(tree) is None
+def _gathered(group: ReplicaGroup, tree: PyTree, *, cuts: Sequence[int | None]) -> list[PyTree]:
+    if group.size == 1:
+        return [tree]
+    leaves, treedef = jax.tree.flatten(_as_laid_out(tree, group))
+    whole, axes, local = dict(enumerate(leaves)), group.axis_name, group.local_axis_name
 
-    def _specs(self, tree: PyTree) -> tuple[P, ...] | None:
-        """Return a spec over the axes inside a replica for each leaf; None: it is not known."""
-        specs = typed_specs(tree) if self.param_specs is None else self.param_specs
-        mesh = jax.sharding.get_abstract_mesh()
-        if specs is None and _hides_layouts(mesh):
-            return None
-        return tuple(_automatic(spec, mesh) for spec in specs_of_leaves(specs, tree))
+    def whole_type(x: jax.Array, d: int | None) -> jax.ShapeDtypeStruct:
+        shape = tuple(n * group.size if i == d else n for i, n in enumerate(x.shape))
+        return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    def _mapped(
-        self, fn: Callable[[jax.Array, int], jax.Array], dims: Sequence[int | None], tree: PyTree
-    ) -> PyTree:
-        """Return `fn(x, dimension)` of each leaf that is cut, on its blocks inside a replica."""
-        leaves, treedef = jax.tree.flatten(tree)
-        cut = [i for i, d in enumerate(dims) if d is not None]
-        if not cut or self.size == 1:
-            return tree
-        specs = self._specs(tree)
-        assert specs is not None, "leaves of unknown layout stay whole"
+    types = [whole_type(x, d) for x, d in zip(leaves, cuts, strict=True)]
+    for places in _buffers(group, types, cuts):
+        parts, cut = [leaves[i] for i in places], [cuts[i] for i in places]
+        if group.codec is None and _is_by_leaf(group):
+            for i, x, d in zip(places, parts, cut, strict=True):
+                whole[i] = gather_slices(x, axes, dimension=d or 0)
+            continue
+        row = lax.concatenate([x.reshape(-1) for x in parts], 0)
+        rows = all_gather_rows(row, axes, local, group.codec)
+        blocks = [(x.shape, d) for x, d in zip(parts, cut, strict=True)]
+        whole |= zip(places, _from_rows(rows, blocks), strict=True)
+    return [treedef.unflatten([whole[i] for i in range(len(leaves))])]
 
-        def each(parts: list[jax.Array]) -> list[jax.Array]:
-            pairs = zip(parts, [dims[i] for i in cut], strict=True)
-            return [fn(x, d) for x, d in pairs if d is not None]
 
-        new = _on_devices(each, [leaves[i] for i in cut], [specs[i] for i in cut])
-        done = dict(enumerate(leaves)) | dict(zip(cut, new, strict=True))
-        return treedef.unflatten([done[i] for i in range(len(leaves))])
+def _as_laid_out(tree: PyTree, group: ReplicaGroup) -> PyTree:
+    """Return the tree laid out by the group's specs over axes that are the compiler's here."""
+    if group.param_specs is None:
+        return tree
+    specs = specs_of_leaves(group.param_specs, tree)
+    return laid_out(tree, jax.tree.unflatten(jax.tree.structure(tree), specs))
 
-    def _buffers(
-        self, tree: PyTree, dims: Sequence[int | None], role: str | None = None
-    ) -> list[tuple[list[int], list[P]]]:
-        """Return positions and specs of the leaves that each buffer of rows holds."""
-        cut = [i for i, d in enumerate(dims) if d is not None]
-        if not cut:
-            return []
-        leaves, specs = jax.tree.leaves(tree), self._specs(tree)
-        assert specs is not None, "leaves of unknown layout stay whole"
-        # Buffers of the leaves as they are, from the same plan as those of a mean.
-        parts, held = [leaves[i] for i in cut], [specs[i] for i in cut]
-        wide = [jax.ShapeDtypeStruct(x.shape, at_least_float32(x.dtype)) for x in parts]
-        packing = packing_of(wide, self.over(param_specs=held))
-        found, names = [], leaf_names(tree) if role else []
-        for group in packing.groups:
-            if role is not None:
-                note_buffers(role, group.plan, [names[cut[i]] for i in group.indices])
-            for buffer in group.plan.buffers:
-                places = [cut[group.indices[label]] for label in dict.fromkeys(buffer.leaves)]
-                found.append((places, [specs[i] for i in places]))
-        return found
+
+def _is_by_leaf(group: ReplicaGroup) -> bool:
+    """Return whether leaves are exchanged one by one, each laid out as it is.
+
+    That is where the compiler shards them inside a replica: to pack them would gather them.
+    """
+    return is_spmd(group.axis_name) or _hides_layouts()
+
+
+def _buffers(
+    group: ReplicaGroup, tree: PyTree, cuts: Sequence[int | None], role: str | None = None
+) -> list[list[int]]:
+    """Return the positions of the leaves that each buffer of rows holds."""
+    cut = [i for i, d in enumerate(cuts) if d is not None]
+    if not cut:
+        return []
+    # Buffers of the leaves as they are, from the same plan as those of a mean.
+    leaves = jax.tree.leaves(tree)
+    wide = [jax.ShapeDtypeStruct(leaves[i].shape, at_least_float32(leaves[i].dtype)) for i in cut]
+    packing = packing_of(wide, group.over(param_specs=P()))
+    found, names = [], leaf_names(tree) if role else []
+    for part in packing.groups:
+        if role is not None:
+            note_buffers(role, part.plan, [names[cut[i]] for i in part.indices])
+        for buffer in part.plan.buffers:
+            found.append([cut[part.indices[label]] for label in dict.fromkeys(buffer.leaves)])
+    return found
 
 
 def _block_shape(shape: Sequence[int], dimension: Any, count: int) -> tuple[int, ...]:
@@ -480,34 +607,22 @@ def _split(row: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]
     return [lax.reshape(x, shape) for x, shape in zip(parts, shapes, strict=True)]
 
 
-def _on_devices(
-    fn: Callable[[list[jax.Array]], list[jax.Array]],
-    leaves: list[jax.Array],
-    specs: Sequence[P],
-    times: int = 1,
-) -> list[jax.Array]:
-    """Return `fn(leaves)`, called on each device of a replica with its own blocks of the leaves.
-
-    The results have the specs of the leaves, `times` times.
-    """
+def _inner_axes() -> set[str]:
+    """Return the axes inside a replica that are not mapped here, inside of mapped ones."""
     mesh = jax.sharding.get_abstract_mesh()
-    automatic = set(mesh.axis_names) - set(mesh.manual_axes) if mesh.manual_axes else set()
-    if not automatic:  # every array is local to this device
-        return fn(leaves)
-    return jax.shard_map(
-        fn,
-        in_specs=(list(specs),),
-        out_specs=list(specs) * times,
-        axis_names=automatic,
-        check_vma=tracks_types(),
-    )(leaves)
+    return set(mesh.axis_names) - set(mesh.manual_axes) if mesh.manual_axes else set()
 
 
-def _hides_layouts(mesh: Any) -> bool:
-    """Return whether leaves may be sharded over automatic axes, where their types don't say it."""
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    automatic = [name for name, kind in types if kind == AxisType.Auto and mesh.manual_axes]
-    return any(mesh.shape[name] > 1 for name in automatic)
+def _hides_layouts() -> bool:
+    """Return whether leaves may be sharded over axes inside a replica that are not mapped here."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[name] > 1 for name in _inner_axes())
+
+
+def _as_tree(part: Arrays) -> PyTree:
+    """Return the layouts inside a replica as a tree like the arrays."""
+    structure = jax.tree.structure(part.tree)
+    return structure.unflatten(list(part.specs)[: structure.num_leaves])
 
 
 def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:

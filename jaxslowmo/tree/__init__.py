@@ -40,3 +40,4 @@ from ._staged import Leaf as Leaf
 from ._staged import LeafPlace as LeafPlace
 from ._staged import Staged as Staged
 from ._staged import in_model_form as in_model_form
+from ._weighted import Weighted as Weighted

@@ -221,7 +221,7 @@ def _wide(x: jax.Array) -> jax.Array:
     return cast(x, at_least_float32(x.dtype))
 
 
-@jax.jit
+@functools.partial(jax.jit, inline=True)
 def landing(params: PyTree, updates: PyTree) -> PyTree:
     """Return `params + updates` in at least float32, not rounded to the leaves' dtypes."""
     return jax.tree.map(lambda p, u: added(_wide(p), _wide(u)), params, updates)
@@ -232,7 +232,7 @@ def widen_updates(updates: PyTree) -> PyTree:
     return jax.tree.map(_wide, updates)
 
 
-@jax.jit
+@functools.partial(jax.jit, inline=True)
 def updates_to(params: PyTree, target: PyTree) -> PyTree:
     """Return the updates that lead to `target`: `target - params` in at least float32.
 

@@ -63,8 +63,9 @@ def test_those_of_numpy_are_those_of_python():
         mesh=js.virtual_mesh({"replica": 2}), sync=sync,
     )  # fmt: skip
     state = step.init({"w": np.zeros((4, 2), np.float32)})
-    (anchor,) = jax.tree.leaves(state.opt_state[-1].shared["anchor"])
-    assert anchor.shape == (2, 4, 2)
+    (anchor,) = jax.tree.leaves(state.exchange.shared["anchor"])
+    assert anchor.shape == (4, 2)
+    assert not step.sync.algorithm.is_sharded
 
 
 @pytest.mark.parametrize(

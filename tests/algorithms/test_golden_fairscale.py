@@ -123,7 +123,8 @@ def test_model_state_is_seen_as_recorded(name, make_mesh):
         model_state="broadcast" if broadcast else "local",
     )
     buffers = np.asarray(golden.config["buffers"], np.float32)
-    state = step.init({k: v[0] for k, v in golden.initial().items()})
+    params = {k: v[0] for k, v in golden.initial().items()}
+    state = step.init(params, model_state={"buffer": buffers})
     first = buffers + (np.arange(4, dtype=np.float32)[:, None] + 1)  # t = 0 on every rank
     state = state._replace(model_state={"buffer": jnp.asarray(first)})
     for t in range(golden.config["steps"]):

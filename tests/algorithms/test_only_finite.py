@@ -58,10 +58,10 @@ def test_it_trains_as_what_is_inside_and_then_keeps_the_others_finite(inner, mes
     _, plain = trained(inner, mesh, mode)
     # Another program may round differently.
     np.testing.assert_allclose(state.params["w"], plain.params["w"], rtol=1e-6)
-    assert not np.any(state.opt_state[-1].local["refused"])
+    assert not np.any(state.exchange.local["refused"])
     for number in refused:
         state, _ = step(state, poisoned(2))
-        assert np.asarray(state.opt_state[-1].local["refused"]).tolist() == [number] * 4
+        assert np.asarray(state.exchange.local["refused"]).tolist() == [number] * 4
         assert diverged(state) == [2]
 
 
@@ -72,7 +72,7 @@ def test_all_axes_of_the_inner_transform_are_asked():
     step, state = trained(sync, js.make_mesh(GRID), steps=0, axis_name=EVERYONE)
     for t in range(1, 5):
         state, _ = step(state, poisoned(1))
-        assert np.asarray(state.opt_state[-1].local["refused"]).tolist() == [t // 2] * 4
+        assert np.asarray(state.exchange.local["refused"]).tolist() == [t // 2] * 4
         assert diverged(state) == [1]
 
 
@@ -90,13 +90,13 @@ def test_as_a_base_it_guards_the_slow_step_too_and_asks_about_model_state(exact)
     for _ in range(4):
         state, _ = step(state, poisoned(2))
     assert np.isnan(state.model_state).any(1).tolist() == [False, False, True, False]
-    assert np.asarray(state.opt_state[-1].local["base"]["refused"]).tolist() == [2] * 4
+    assert np.asarray(state.exchange.local["base"]["refused"]).tolist() == [2] * 4
     # With poisoned parameters likewise, and the anchors of the others stay finite.
     step, state = trained(sync, steps=0)
     for _ in range(4):
         state, _ = step(state, poisoned(2))
     assert diverged(state) == [2]
-    anchor = js.read_anchor(sync, state.opt_state[-1], state.params, mesh=step.mesh)
+    anchor = js.read_anchor(sync, state.exchange, state.params, mesh=step.mesh)
     assert np.isfinite(anchor["w"][:2]).all()
 
 
@@ -120,7 +120,7 @@ def test_rounds_of_gossip_follow_what_was_refused():
         state = state._replace(params=healthy)  # recovered, by hand
         for batch in np.random.default_rng(1).normal(size=(3, 4, 3)):
             state, _ = step(state, np.float32(batch))
-        assert np.asarray(state.opt_state[-1].local["base"].exchanges).tolist() == [6] * 4
+        assert np.asarray(state.exchange.local["base"].exchanges).tolist() == [6] * 4
         runs[mode] = np.asarray(state.params["w"])
     np.testing.assert_allclose(runs["traced"], runs["host"], rtol=1e-6)
     assert step.sync.phases() == [("round",)]
@@ -133,7 +133,7 @@ def test_a_program_that_sends_in_every_update_counts_what_is_due():
         step, state = trained(sync, mode=mode, steps=0)
         for _ in range(4):
             state, _ = step(state, poisoned(2))
-        counts.append(np.asarray(state.opt_state[-1].local["refused"]).tolist())
+        counts.append(np.asarray(state.exchange.local["refused"]).tolist())
     assert counts == [[5] * 4] * 2  # the third both sends and applies
 
 

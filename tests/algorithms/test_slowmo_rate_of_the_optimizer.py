@@ -105,7 +105,7 @@ def test_replicas_agree_after_a_slow_step_and_the_stale_rate_does_not_count(wher
     for t in (4, 8):
         for x in history[t - 1].values():
             np.testing.assert_allclose(x, np.broadcast_to(x[0], x.shape), rtol=1e-5, atol=1e-6)
-    _, local, shared = state.opt_state[-1]
+    local, shared, _ = state.exchange
     outer = (local if where == "inexact" else shared)["outer"]
     np.testing.assert_allclose(outer.last_rate, falling(7), rtol=1e-6)
     assert np.ptp(outer.made_at) == 0
@@ -118,5 +118,5 @@ def test_where_all_are_idle_the_rate_stays():
     state = step.init(START)
     for t, batch in enumerate(BATCHES[:8]):
         state, _ = step(state, batch, np.full(REPLICAS, t < 4, np.float32))
-    np.testing.assert_allclose(state.opt_state[-1].shared["outer"].last_rate, RATES[3])
+    np.testing.assert_allclose(state.exchange.shared["outer"].last_rate, RATES[3])
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))

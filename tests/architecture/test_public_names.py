@@ -3,6 +3,7 @@
 import inspect
 import re
 import types
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jaxslowmo
@@ -98,3 +99,23 @@ def test_what_is_missing_is_found():
     assert lacks(lambda x: x) == lacks(State) == ["a docstring"]
     assert lacks(partly) == ["Returns:", "Raises:", "Communication:", "argument `axis_name`"]
     assert unknown_sections("Do it.\n\n    Note:\n      But not well.\n") == {"Note"}
+
+
+def spelled(name: str, value: Any) -> str:
+    """A line of the list of names: with the names of arguments, where it is called."""
+    if not callable(value):
+        return name
+    try:
+        arguments = inspect.signature(value).parameters.values()
+    except ValueError:  # of a class of another library
+        return name
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    names = [stars.get(x.kind, "") + x.name for x in arguments]
+    return f"{name}({', '.join(names)})"
+
+
+def test_names_and_arguments_are_those_of_the_list():
+    """Whoever changes what is public changes the list, in the same commit."""
+    written = Path(__file__).with_name("public_names.txt").read_text("utf-8").splitlines()
+    found = sorted(spelled(name, value) for name, value in PUBLIC.items())
+    assert found == written, "\n".join({*found} ^ {*written})

@@ -111,8 +111,6 @@ def test_a_record_is_checked_but_may_have_what_other_versions_note(step, state, 
 
     def of_other_versions(value):
         value["of_tomorrow"] = [1]
-        (keys,) = (leaf for leaf in value["leaves"] if leaf[1] == "rng")
-        keys[2], keys[4] = keys[2][:1], "threefry2x32"  # typed keys, stored as their data
 
     rewrite_record(tmp_path / "3", of_other_versions)
     found = restore(tmp_path, step)

@@ -55,21 +55,13 @@ def test_the_same_replicas_elsewhere_hold_the_same_bits(mesh_of, tmp_path):
     state = steps[0].init(PARAMS, model_state=MODEL_STATE)
     for t in (1, 2, 3):
         state, _ = steps[0](state, batch(t, 4))
-    anchors = []
     for i, step in enumerate(steps):
         with Checkpoints(tmp_path / str(i)) as checkpoints:
             checkpoints.save(3, state, wait=True)
             restored = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE)
         assert (restored.is_exact, restored.notes) == (True, ())
-        rest = lambda s: leaf_bytes((s.params, s.opt_state[:-1], s.opt_state[-1].local, s.rng))  # noqa: E731
-        assert rest(restored.state) == rest(state)
+        assert leaf_bytes(restored.state) == leaf_bytes(state)
         state = restored.state
-        anchor = js.read_anchor(
-            step.sync, state.opt_state[-1], state.params, mesh=places[i], axis_name="replica"
-        )
-        anchors.append([np.asarray(x) for x in anchor.values()])
-        for a, b in zip(anchors[0], anchors[-1], strict=True):
-            np.testing.assert_array_equal(a, b)
 
 
 def test_a_saved_state_may_be_donated_at_once(step, tmp_path):
@@ -89,7 +81,7 @@ def test_leaves_without_elements_and_moments_that_widen_come_back(tmp_path):
     params = {**PARAMS, "none": np.zeros((0, 3), np.float32)}
     steps = {n: make_step("local_sgd", n, optimizer=injected) for n in (4, 2)}
     state = steps[4].init(params, model_state=MODEL_STATE)
-    widths = [state.opt_state[1].inner_state[0].mu["b"].dtype.itemsize]
+    widths = [state.opt_state.inner_state[0].mu["b"].dtype.itemsize]
     with Checkpoints(tmp_path) as checkpoints:
         for t in (1, 2):
             state, _ = steps[4](state, batch(t, 4))
@@ -98,9 +90,9 @@ def test_leaves_without_elements_and_moments_that_widen_come_back(tmp_path):
             restored = checkpoints.restore(step, params, model_state=MODEL_STATE)
             assert restored.is_exact == (replicas == 4)
             assert restored.state.params["none"].shape == (replicas, 0, 3)
-            moment = restored.state.opt_state[1].inner_state[0].mu["b"]
+            moment = restored.state.opt_state.inner_state[0].mu["b"]
             assert [*widths, moment.dtype.itemsize] == [2, 4]
             if replicas == 4:
                 assert leaf_bytes(restored.state) == leaf_bytes(state)
             resumed, _ = step(restored.state, batch(3, replicas))
-            assert resumed.opt_state[1].inner_state[0].mu["b"].dtype == moment.dtype
+            assert resumed.opt_state.inner_state[0].mu["b"].dtype == moment.dtype

@@ -79,7 +79,7 @@ def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp
 
     class Watched(js.Evaluate):
         def __call__(self, result):
-            params, gossip = result.state.params, result.state.opt_state[-1].local
+            params, gossip = result.state.params, result.state.exchange.local
             terms = [(gossip.weight, params), *((a.weight, a.mean) for a in gossip.in_flight)]
             masses.append(jax.tree.map(lambda x: np.asarray(x, np.float64), terms))
             return super().__call__(result)

@@ -118,9 +118,9 @@ def test_a_run_of_it_has_the_loss_of_the_same_run_by_train(call, tmp_path):
 def test_a_period_that_was_stopped_early_is_shown_alone_or_not_at_all(
     call, tmp_path, monkeypatch, stopped, kept, steps
 ):
-    def train_all(config, sweeps, text):
+    def train_all(config, text):
         losses = np.linspace(2, 3, len(config.settings()["rate"]))[:, None]
-        for period in sweeps:
+        for period in config.periods:
             if period == stopped:
                 signal.raise_signal(signal.SIGINT)
             yield period, 3 if period == stopped else 6, losses

@@ -53,10 +53,6 @@ def forgetful(start_step):
     return js.hooks.powersgd(1, start_step, error_feedback=False, warm_start=False)
 
 
-def post_local(schedule=js.every(3), before=SGD, after=SGD):  # noqa: B008
-    return js.post_local_gradients(schedule, before, after)
-
-
 HOOKS = js.hooks
 REDUCER = {
     **wrong(reduced, max_buckets=0, alone_bytes=-4, bucket_bytes=-1, divide_by="all"),
@@ -65,7 +61,6 @@ REDUCER = {
     **wrong(HOOKS.int8, block_size=0, seed=0.5),
     **wrong(HOOKS.fp8, format="e3m4"),
     **wrong(HOOKS.top_k, ratio=1.01, k=0),
-    **wrong(post_local, schedule=3, before=None, after="mean"),
     "ratio 0": Refusal(lambda: HOOKS.top_k(0.0), "`ratio`", 0.0),
     "ratio and k": Refusal(lambda: HOOKS.top_k(ratio=0.1, k=3), "`ratio`", "`k`"),
     "large leaves whole and split": Refusal(

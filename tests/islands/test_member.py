@@ -69,7 +69,7 @@ def test_a_base_runs_as_it_does_alone(base, around, mode):
 def of_base(state: Any) -> list[Any]:
     """Return the arrays of the exchange's state, without the island's place."""
     is_place = lambda x: isinstance(x, js.islands.IslandState)  # noqa: E731
-    leaves = jax.tree.leaves(state.opt_state[-1], is_leaf=is_place)
+    leaves = jax.tree.leaves(state.exchange, is_leaf=is_place)
     return [x for x in leaves if not is_place(x)]
 
 
@@ -137,7 +137,7 @@ def test_what_an_exchange_would_leave_behind_is_refused(kept, tmp_path):
 def test_numbers_of_a_replica_are_no_parameters(base, tmp_path):
     island = js.islands.join(str(tmp_path), name="one", codec=js.codecs.int8())
     _, state, _ = trained(island.transform(BASES[base]()), updates=0)
-    place = island.exchange(state).opt_state[-1].local["island"]
+    place = island.exchange(state).exchange.local["island"]
     assert island._rounds is not None
     np.testing.assert_array_equal(place.run, np.full(REPLICAS, island._rounds.run.mark()))
 

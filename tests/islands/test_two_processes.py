@@ -43,7 +43,7 @@ for t in range(1, 13):
     if island.due(t):
         state = island.exchange(state)
 b = np.asarray(state.params["b"].addressable_data(0))[0].tolist()
-lost = jax.tree.leaves(state.opt_state[-1].local["island"].lost)
+lost = jax.tree.leaves(state.exchange.local["island"].lost)
 kept = [np.asarray(x.addressable_data(0)).any() for x in lost]
 said = {"b": b, "round": island.round, "lost": bool(any(kept))}
 if rank == 0:

@@ -11,8 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.checkpoint._convert import _consensus as host_consensus
-from jaxslowmo.checkpoint._placement import StatePlacement
+from jaxslowmo.checkpoint._convert import consensus as host_consensus
 from jaxslowmo.mesh._consensus import _consensus_fn
 from support.pairs import two_processes
 
@@ -56,7 +55,7 @@ def trained(name, place="sync"):
 def params_and_shares(name):
     """The parameters of trained replicas and their shares as NumPy arrays."""
     step, state = trained(name)
-    return jax.tree.map(np.asarray, (state.params, step.sync.shares(state.opt_state[-1])))
+    return jax.tree.map(np.asarray, (state.params, step.sync.shares(state.exchange)))
 
 
 MESHES = {
@@ -97,7 +96,7 @@ def test_gossip_has_the_weighted_mean_of_replicas_and_values_in_flight(name, pla
         again = js.consensus(params, mesh=step.mesh, shares=shares)
         jax.tree.map(np.testing.assert_array_equal, again, one)
         # A run that is resumed on another number of replicas starts from the same.
-        again = host_consensus(params, shares, StatePlacement(REPLICAS, {"replica": REPLICAS}))
+        again = host_consensus(params, shares, REPLICAS)
         np.testing.assert_allclose(one["w"], again["w"], rtol=1e-6)
         assert one["h"].dtype == again["h"].dtype == jnp.bfloat16
         halves = (np.asarray(x["h"], np.float64) for x in (one, again))

@@ -235,12 +235,14 @@ def test_a_train_pipeline_feeds_the_same_batches() -> None:
 def test_a_step_leaves_no_further_arrays_alive(executor: str) -> None:
     step = run_of(executor).step
     state, counts = step.init(PARAMS), []
-    for t in range(40):  # the losses of the last steps are held, so that few are under way
+    for t in range(
+        40
+    ):  # the losses of the last steps are held, up to eight, of which four go at once
         state, metrics = step(state, tokens(16, seed=t))
         del metrics
         counts.append(len(jax.live_arrays()))
     jax.block_until_ready(state)
-    assert len(set(counts[-4:])) == 1
+    assert counts[-4:] == counts[-8:-4]
 
 
 def test_the_report_counts_what_each_kind_of_step_sends(executor: str) -> None:

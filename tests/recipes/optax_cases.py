@@ -141,7 +141,8 @@ OPTAX: dict[str, Case] = {
     },
     "MultiSteps": Case(
         lambda: optax.MultiSteps(_adam(), 2).gradient_transformation(),
-        condition="around the optimizer; saves no exchange, unlike `accumulate=`",
+        condition="around the optimizer; runs what is inside of it in every call, so it saves no "
+        "exchange, unlike `accumulate=`",
     ),
     "adafactor": Case(lambda: optax.adafactor(0.01)),
     "adaptive_grad_clip": Case(_before(lambda: optax.adaptive_grad_clip(1.0))),

@@ -72,10 +72,8 @@ def trained(case: Case, batches: np.ndarray) -> js.TrainState:
 def measured(case: Case) -> Measured:
     """The same run twice, once with an average, by the same program."""
     step, fresh = started(case)
-    *states, sync = fresh.opt_state
     # Another count, and the average is due.
-    soon = sync._replace(count=sync.count + PERIOD - SYNC_AT)
-    runs = [fresh, fresh._replace(opt_state=(*states, soon))]
+    runs = [fresh, fresh._replace(step=fresh.step + PERIOD - SYNC_AT)]
     history = []
     for t, x in enumerate(BATCHES, start=1):
         batch = batch_of(case, x, has_data=t <= SYNC_AT)
@@ -86,7 +84,7 @@ def measured(case: Case) -> Measured:
     after = history[-1][1] - history[-1][0]
     left = float(np.sum(after * d) / np.sum(d * d))
     spreads = [float(np.ptp(x, axis=0).max()) for x in (apart, averaged)]
-    return Measured(*spreads, left, moving_states(fresh.opt_state[1]))
+    return Measured(*spreads, left, moving_states(fresh.opt_state))
 
 
 def _flat(params: Any) -> list[np.ndarray]:

@@ -35,7 +35,7 @@ def test_recipes_do_what_they_say():
     assert 0.05 < finder["best"] < 5
     assert plateau["rate"] < 0.1
     np.testing.assert_allclose(
-        plateau["state"].opt_state[1].hyperparams["learning_rate"], plateau["rate"]
+        plateau["state"].opt_state.hyperparams["learning_rate"], plateau["rate"]
     )
 
 

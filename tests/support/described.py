@@ -107,8 +107,8 @@ def lowered_step(
         )
 
     # The state's shapes do not depend on where it lies, and no array can be placed on this mesh.
+    # The step says where types without a place shall lie.
     state = jax.eval_shape(step_on(js.virtual_mesh(dict(mesh.shape))).init, params)
-    state = shapes_on(state, mesh, P("replica"))
     programs = step_on(mesh, compiler_options=compiler_options).traced_by_phase(state, batch)
     return {name or "all": traced.lower() for name, traced in programs.items()}
 

@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.models import GPTConfig, gpt_loss_fn, gpt_param_specs, gpt_rules
-from jaxslowmo.transform._chain import _init_fn
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,14 @@ class Sharded(abc.ABC):
         return round(2 * (self.replicas - 1) / self.replicas * 4 * self.on_a_device())
 
     def step(self) -> js.train.TrainStep:
+        return self.step_on(self.mesh)
+
+    def step_on(self, mesh: Any) -> js.train.TrainStep:
         sync: Any = js.local_sgd("replica", sync_every=12)
         if self.shard_state is not None:
             sync = js.slowmo("replica", base=sync, sync_every=48, shard_state=self.shard_state)
         return js.make_train_step(
-            self.loss_fn(), optax.adamw(3e-4), sync=sync, mesh=self.mesh, mode="host"
+            self.loss_fn(), optax.adamw(3e-4), sync=sync, mesh=mesh, mode="host"
         )
 
     def loss_fn(self) -> Callable[..., Any]:
@@ -103,22 +105,10 @@ class Sharded(abc.ABC):
             return jax.ShapeDtypeStruct((self.replicas, *x.shape), x.dtype, sharding=lies)
 
         params = jax.tree.map(stacked, self.params, self.specs)
-        layouts = tuple(
-            (path, leaf.shape[1:], P(*leaf.sharding.spec[1:]))
-            for path, leaf in jax.tree_util.tree_leaves_with_path(params)
-        )
-        inside = frozenset(name for name, _ in self.axes[1:])
-        lowered = _init_fn(step.tx.init, mesh, "replica", inside, layouts).lower(params)
-        opt_state = jax.tree.map(
-            lambda info, lies: jax.ShapeDtypeStruct(info.shape, info.dtype, sharding=lies),
-            lowered.out_info,
-            lowered.compile().output_shardings,
-        )
-        lies = NamedSharding(mesh, P("replica"))
-        count = jax.ShapeDtypeStruct((self.replicas,), jnp.int32, sharding=lies)
-        words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
-        rng = jax.ShapeDtypeStruct((self.replicas, *words), jnp.uint32, sharding=lies)
-        return js.TrainState(count, params, opt_state, {}, rng)
+        virtual = self.step_on(js.virtual_mesh({"replica": self.replicas}))
+        # The step says where types without a place shall lie.
+        types = jax.eval_shape(virtual.init, self.params)._replace(params=params)
+        return step.placed(types)
 
     def batch(self) -> jax.ShapeDtypeStruct:
         rows = self.replicas * dict(self.axes)["fsdp"] * self.rows

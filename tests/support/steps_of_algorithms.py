@@ -264,6 +264,7 @@ def check_memory_of_sharded_state(
     sharded = facts(algorithm, place, "local").argument_bytes
     saved = facts(f"{algorithm}, unsharded", place, "local").argument_bytes - sharded
     ideal = 2 * 4 * NUM_PARAMETERS * (1 - 1 / place.replicas)
-    assert 0 <= ideal - saved <= 2 * place.devices * 4 * PADDED_TO
+    # A TPU pads small arrays that are whole on each replica to tiles of 4 KiB.
+    assert -4 * 4096 <= ideal - saved <= 2 * place.devices * 4 * PADDED_TO
     # A slow step holds the same state.
     assert facts(algorithm, place, "slow").argument_bytes == sharded

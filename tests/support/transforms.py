@@ -32,9 +32,6 @@ TRANSFORMS = {
     "all_reduce_gradients top_k": lambda: js.all_reduce_gradients(
         "replica", hook=js.hooks.top_k(0.2)
     ),
-    "post_local_gradients": lambda: js.post_local_gradients(
-        js.every(2, start=3), js.all_reduce_gradients("replica")
-    ),
     "accumulate": lambda: js.accumulate(js.all_reduce_gradients("replica"), every=2),
     "hierarchical_local_sgd": lambda: js.hierarchical_local_sgd({"replica": 2}),
     "all_reduce_rows": lambda: js.all_reduce_rows(

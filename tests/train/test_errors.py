@@ -1,4 +1,4 @@
-"""What steps, loops, pipelines, sweeps and batches refuse, and which argument they name."""
+"""What steps, loops, pipelines and batches refuse, and which argument they name."""
 
 import functools
 
@@ -61,9 +61,8 @@ def stateful(params, batch, *, model_state):
 
 def from_elsewhere(use):
     """Use a state that the step has not made, and of which it knows nothing yet."""
-    step = made()
-    state = js.TrainState.create(PARAMS, step.tx, mesh=TWO)
-    return getattr(step, use)(state, BATCHES[0])
+    state = made(sync="none").init(PARAMS)
+    return getattr(made(), use)(state, BATCHES[0])
 
 
 def of_another(use="__call__", optimizer=sgd, has=sgd, mesh=TWO, **options):
@@ -246,7 +245,6 @@ OF_TABLES = {
             "js.clip_by_global_norm": optax.chain(js.clip_by_global_norm(1.0), sgd),
             "optax.apply_if_finite": optax.apply_if_finite(sgd, 3),
             "optax.MultiSteps": optax.MultiSteps(sgd, 2).gradient_transformation(),
-            "js.accumulate": scale(js.accumulate(sgd, 2)),
             "optax.apply_every": optax.chain(optax.apply_every(2), sgd),
             "optax.conditionally_mask": optax.conditionally_mask(sgd, lambda step: step % 2 == 0),
             "optax.contrib.sam": optax.contrib.sam(sgd, sgd),
@@ -267,9 +265,6 @@ OF_TABLES = {
         for name, tx in {
             "optax.chain": optax.chain(mean, optax.scale(0.5)),
             "js.accumulate": js.accumulate(mean, 2),
-            "js.post_local_gradients": js.post_local_gradients(
-                js.every(1, start=2), optax.chain(mean, clip)
-            ),
             "js.gradient_transform": js.gradient_transform(own_average()),
         }.items()
     },
@@ -371,37 +366,6 @@ OF_RATES = {
 }
 
 
-def sweep(make=lambda s: optax.sgd(s["rate"]), settings=None, replicas=2, **options):
-    settings = {"rate": [0.1, 0.2]} if settings is None else settings
-    fn = lambda p, b: jnp.mean(p["w"] * b)  # noqa: E731
-    return js.Sweep(loss_fn=fn, make=make, settings=settings, replicas=replicas, **options)
-
-
-def swept(shape, **options):
-    made = sweep(**options)
-    state = made.init({"w": np.ones((2, 3), np.float32)})  # two seeds
-    return made.run(state, np.ones(shape, np.float32))
-
-
-def averaging(momentum):
-    return js.slowmo("replica", base=local, sync_every=6, momentum=momentum)
-
-
-OF_SWEEPS = {
-    **wrong(sweep, ("replicas", 0), ("at_once", 0), ("settings", {})),
-    "empty settings": Refusal(lambda: sweep(settings={"rate": []}), "`settings`", "(0,)"),
-    "two lengths": Refusal(lambda: sweep(settings={"a": [1, 2], "b": [1]}), "`settings`", "(1,)"),
-    "a setting": Refusal(
-        lambda: sweep(lambda s: averaging(s["m"]), {"m": [0.5, 1.5]}), "`momentum`", 1.5
-    ),
-    "sync inside of another": Refusal(
-        lambda: swept((2, 3, 2, 3), make=lambda s: optax.chain(sgd, local)), "`make`"
-    ),
-    "other replicas": Refusal(lambda: swept((2, 3, 3, 3)), "`batches`", "(2, 3, 3, 3)"),
-    "no steps": Refusal(lambda: swept((2, 0, 2, 3)), "`batches`", "(2, 0, 2, 3)"),
-}
-
-
 def uneven(*shapes, **options):
     """Shares of one batch each; an empty one of the shape None."""
     shares = [[] if s is None else [np.zeros(s, np.float32)] for s in shapes]
@@ -473,7 +437,7 @@ OF_WINDOWS = {
 }  # fmt: skip
 ALL_ROWS = {
     "steps": OF_STEPS, "options": OF_OPTIONS, "chains": OF_CHAINS, "tables": OF_TABLES,
-    "loops": OF_LOOPS, "rates": OF_RATES, "sweeps": OF_SWEEPS, "batches": OF_BATCHES,
+    "loops": OF_LOOPS, "rates": OF_RATES, "batches": OF_BATCHES,
     "windows": OF_WINDOWS,
 }  # fmt: skip
 ROWS = {f"{kind}: {name}": row for kind, rows in ALL_ROWS.items() for name, row in rows.items()}

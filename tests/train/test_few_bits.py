@@ -33,7 +33,7 @@ def moved(step, params=PARAMS, batches=BATCHES):
 
 def remembered(state):
     """Return the memory of error feedback; () without a codec."""
-    local = state.opt_state[-1].local  # () of an algorithm that keeps nothing
+    local = state.exchange.local  # () of an algorithm that keeps nothing
     return dict(local).get("sent", ())
 
 

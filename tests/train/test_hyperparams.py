@@ -29,25 +29,25 @@ def test_the_rate_of_all_replicas(mesh, mode, compilations):
     for _ in range(3):  # programs of both phases, and of states that a step has returned
         state, _ = step(state, BATCH)
         moved += 1.0
-    before = state.opt_state[1].hyperparams["learning_rate"]
+    before = state.opt_state.hyperparams["learning_rate"]
     for rate in RATES:
         for assigns in (False, True):
             compiled = compilations.count
             if assigns:
-                state.opt_state[1].hyperparams["learning_rate"] = rate
+                state.opt_state.hyperparams["learning_rate"] = rate
             else:
                 given, state = state, js.set_hyperparams(state, learning_rate=rate)
                 assert state.params["w"] is given.params["w"]
                 assert (
-                    given.opt_state[1].hyperparams["learning_rate"]
-                    is not state.opt_state[1].hyperparams["learning_rate"]
+                    given.opt_state.hyperparams["learning_rate"]
+                    is not state.opt_state.hyperparams["learning_rate"]
                 )
             state, _ = step(state, BATCH)
             moved += float(np.max(np.asarray(rate)))
             np.testing.assert_allclose(state.params["w"], np.full((2, 3), -moved))
             if np.ndim(rate) == 0 or not assigns:
                 assert compilations.count == compiled
-    after = state.opt_state[1].hyperparams["learning_rate"]
+    after = state.opt_state.hyperparams["learning_rate"]
     assert (after.shape, after.dtype, after.sharding) == ((2,), before.dtype, before.sharding)
 
 
@@ -73,7 +73,7 @@ def test_wherever_they_stand():
         state, _ = step(state, BATCH)
         np.testing.assert_array_equal(state.params["w"], np.full((2, 3), -moved))
     state = js.set_hyperparams(state, factor=4.0)
-    inner = state.opt_state[1].inner_state[1].inner_state.inner_opt_state
+    inner = state.opt_state.inner_state[1].inner_state.inner_opt_state
     inner.hyperparams["learning_rate"] = 0.5
     state, _ = step(state, BATCH)
     np.testing.assert_array_equal(state.params["w"], np.full((2, 3), -3.0))
@@ -129,7 +129,7 @@ def test_inside_of_a_state_that_names_no_children():
 
     step = step_of(optax.GradientTransformation(lambda p: Nameless(SGD.init(p)), update))
     state = step.init(PARAMS)
-    state.opt_state[1].inner.hyperparams["learning_rate"] = 0.5
+    state.opt_state.inner.hyperparams["learning_rate"] = 0.5
     state, _ = step(state, BATCH)
     state, _ = step(js.set_hyperparams(state, learning_rate=0.25), BATCH)
     np.testing.assert_array_equal(state.params["w"], np.full((2, 3), -0.75))

@@ -84,7 +84,7 @@ def trained(step, state):
 
 def check_places(mesh, state):
     """Assert that parameters and what mirrors them lie as they did."""
-    adam = state.opt_state[1][0]
+    adam = state.opt_state[0]
     for tree in (state.params, adam.mu, adam.nu):
         for name, leaf in tree.items():
             wanted = NamedSharding(mesh, P("replica", *SPECS[name]))

@@ -65,7 +65,7 @@ def program(sync, mesh, mode):
         state = result.state
     found += [metrics, step.evaluate(state, BATCHES[0]), step.consensus(state)]
     if sync.algorithm.has_anchor:
-        found.append(js.read_anchor(sync, state.opt_state[-1], state.params, mesh=mesh))
+        found.append(js.read_anchor(sync, state.exchange, state.params, mesh=mesh))
     found.append(js.host_mean(metrics))
     js.check_in_sync(js.replicate(PARAMS, mesh=mesh), mesh=mesh)
     js.comm_report(step, state, BATCHES[0])

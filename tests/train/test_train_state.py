@@ -17,11 +17,10 @@ from train.step.problem import BATCHES, KINDS, PARAMS, assert_close, loss
 @pytest.mark.parametrize("kind", ["auto", "virtual"])
 def test_replicas_start_alike_but_for_their_keys(kind):
     mesh, source = KINDS[kind]({"replica": 4}), jax.tree.map(jnp.asarray, PARAMS)
+    sync = js.local_sgd("replica")
+    step = js.make_train_step(loss, optax.adam(0.1), sync=sync, mesh=mesh)
     state, again, other = (
-        js.TrainState.create(
-            source, optax.adam(0.1), mesh=mesh, model_state={"n": jnp.zeros(2)}, seed=seed
-        )
-        for seed in (1, 1, 2)
+        step.init(source, model_state={"n": jnp.zeros(2)}, seed=seed) for seed in (1, 1, 2)
     )
     assert state.step.tolist() == [0] * 4
     for name, x in PARAMS.items():

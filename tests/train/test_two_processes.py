@@ -19,6 +19,7 @@ PARTS = """
 import functools
 import json
 import math
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -276,17 +277,19 @@ def wrong(depth):
 print(json.dumps({"same": run(0) == run(3), "wrong": wrong(2),
     "accumulated": accumulated(0) == accumulated(2) and [w for _, w in accumulated(1)]}))
 """
-# Processes whose settings differ are told which, on all of them, before anything is sent.
+# Processes whose settings or programs differ are told which, all of them, before anything is sent.
 SETTINGS = """
 mesh = jax.sharding.Mesh(np.array([devices[0], devices[2]]), ("replica",))
 loss = lambda p, batch: ((batch @ p["w"]) ** 2).mean()
+def squared(p, batch):
+    return loss(p, batch)
+
 stateful = lambda p, batch, *, model_state: (loss(p, batch), ({}, model_state))
 params = {"w": np.ones(3, np.float32)}
 average, every = (js.local_sgd("replica", sync_every=k) for k in (2, 1))
 two = js.slowmo("replica", base=average, sync_every=4)
 decayed = lambda rate: optax.adamw(optax.linear_schedule(rate, 0.0, 100), weight_decay=0.1)
-gradients = js.all_reduce_gradients("replica", hook=js.hooks.int8())
-smaller = js.hooks.int8(block_size=128)
+reduced_by = lambda hook: {"sync": None, "gradients": js.all_reduce_gradients("replica", hook=hook)}
 # What the second process is given instead.
 cases = {
     "equal": ({}, {}),
@@ -298,11 +301,8 @@ cases = {
         {"sync": js.local_sgd("replica", codec=js.codecs.bfloat16())},
         {"sync": js.local_sgd("replica", codec=js.codecs.float16())},
     ),
-    "hook": (
-        {"sync": None, "gradients": gradients},
-        {"sync": None, "gradients": js.all_reduce_gradients("replica", hook=smaller)},
-    ),
-    "rate": ({"optimizer": decayed(0.1)}, {"optimizer": decayed(0.2)}),
+    "hook": (reduced_by(js.hooks.int8()), reduced_by(js.hooks.bf16_compress())),
+    "loss": ({}, {"loss": squared}),
     "optimizer": ({}, {"optimizer": optax.adam(0.1)}),
     "mode": ({}, {"mode": "host"}),
     "in a chain": (
@@ -313,17 +313,60 @@ cases = {
     "model_state": ({"model_state": {"m": np.zeros(2)}}, {"model_state": {"m": np.ones(2)}}),
     "params": ({}, {"params": {"w": np.zeros(3, np.float32)}}),
 }
+# What only the programs tell.
+def scaled(rate, table):
+    def loss(p, batch):
+        return rate * ((batch @ p["w"]) ** 2).mean() + (table * p["w"]).sum()
+    return loss
+
+table, host = np.arange(3, dtype=np.float32), {"mode": "host"}
+cases |= {
+    "equal loss": ({"loss": scaled(0.1, table)}, {"loss": scaled(0.1, table + 0)}),
+    "equal in host mode": [{**host, "optimizer": decayed(0.1)} for _ in range(2)],
+}
+cases["hook's number"] = [reduced_by(js.hooks.int8(block_size=x)) for x in (1, 2)]
+for mode in ("traced", "host"):
+    cases |= {f"{name}, {mode}": [{"mode": mode, **x} for x in both] for name, both in {
+        "rate": ({"optimizer": decayed(0.1)}, {"optimizer": decayed(0.2)}),
+        "number in the loss": ({"loss": scaled(0.1, table)}, {"loss": scaled(0.2, table)}),
+        "array in the loss": ({"loss": scaled(0.1, table)}, {"loss": scaled(0.1, table + 1)}),
+    }.items()}
+if rank:  # what one process has traced before does not matter
+    jax.jit(jax.grad(scaled(0.1, table)))(params, np.ones((2, 3), np.float32))
+    jnp.where(np.arange(3) > 1, 0, 1), optax.adamw(0.1).init(params)
 found = {}
 for name, both in cases.items():
-    options = {"optimizer": optax.sgd(0.1), "sync": two, "params": params, **both[rank]}
+    options = {"optimizer": optax.sgd(0.1), "sync": two, "params": params, "loss": loss}
+    options |= both[rank]
     initial = {key: options.pop(key) for key in ("seed", "model_state") if key in options}
-    start = options.pop("params")
-    step = js.make_train_step(stateful if "model_state" in initial else loss, mesh=mesh, **options)
+    start, mine = options.pop("params"), options.pop("loss")
+    step = js.make_train_step(stateful if "model_state" in initial else mine, mesh=mesh, **options)
+    state = None
     try:
-        step.init(start, **initial)
-        found[name] = None
+        state = step.init(start, **initial)
+        for seed in range(4):
+            rows = np.random.default_rng([seed, rank]).normal(size=(2, 3)).astype(np.float32)
+            state, metrics = step(state, rows)
+        js.host_mean(metrics)
+        found[name] = [True, None]
     except ValueError as error:
-        found[name] = str(error)
+        found[name] = [state is not None, str(error)]
+
+# A new phase is compared at its first run, whatever its number, and other tasks are, too.
+step = js.make_train_step(
+    lambda p, b: (b @ p["w"]).mean() * (1.0 if len(b) == 2 else 1.0 + rank),
+    optax.sgd(0.1), sync=average, mesh=mesh, mode="host",
+)
+state = step.init(params)
+for rows in (2, 2, 3):
+    try:
+        state, _ = step(state, np.full((rows, 3), rank, np.float32))
+    except ValueError as error:
+        found["later"] = [int(state.step.addressable_data(0)[0]), str(error)]
+try:
+    step.evaluate(state, np.full((3, 3), rank, np.float32))
+except ValueError as error:
+    found["evaluated"] = [True, str(error)]
 print(json.dumps(found))
 """
 # Do the batches of several processes fit together? The last one: it changes how long they wait.
@@ -461,10 +504,11 @@ def test_what_both_say_of_batches_that_do_not_fit(said):
         for name, wanted in MATCHES.items():
             assert re.match(wanted, told[name].replace("process 1: ", "")), told[name]
             assert "\n" not in told[name]
-        (late,) = told["late"]
-        assert "process 1 did not report within 0.5 s" in late
-    (alone,) = both[0]["one has that shape"]
-    assert "in step 2 process 1 did not report within 0.1 s" in alone
+        late, *_ = told["late"]  # programs may be late, too
+        assert "process 1 did not report within 0.5 s what it gives" in late
+    batch, program = both[0]["one has that shape"]
+    assert "in step 2 process 1 did not report within 0.1 s" in batch
+    assert "`updated` process 1 did not report within 0.1 s" in program
     assert both[1]["one has that shape"] == []
 
 
@@ -477,8 +521,8 @@ NAMED = {
     "whole": "`sync`.shard_state",
     "codec": "`sync`.codec",
     "hook": "`gradients`.hook",
-    "rate": "`optimizer`",
-    "optimizer": "`optimizer`",
+    "loss": "`loss_fn`: __main__.<lambda> on process 0, __main__.squared on process 1",
+    "optimizer": "`optimizer.init(params)`['0/mu/w']: missing on process 0, ",
     "mode": "`mode`: 'traced' on process 0, 'host' on process 1",
     "in a chain": "`optimizer`.transforms[0].max_norm: 1.0 on process 0, 2.0 on process 1",
     "seed": "`seed`: 0 on process 0, 1 on process 1",
@@ -487,14 +531,44 @@ NAMED = {
 }
 
 
+EQUATIONS, CONSTANTS = (
+    f"programs differ between processes: {x} of `updated`" for x in ("equations", "constants")
+)
+OF_PROGRAMS = {
+    "equal loss": None,
+    "equal in host mode": None,
+    "hook's number": f"{EQUATIONS}: ",
+    "rate, traced": f"{EQUATIONS}: ",
+    "rate, host": f"{EQUATIONS} of phase 'local': ",
+    "number in the loss, traced": f"{EQUATIONS}: ",
+    "number in the loss, host": f"{EQUATIONS} of phase 'local': ",
+    "array in the loss, traced": f"{CONSTANTS}: ",
+    "array in the loss, host": f"{CONSTANTS} of phase 'local': ",
+    "later": f"{EQUATIONS} of phase 'local': ",
+    "evaluated": "equations of `evaluated`: ",
+}
+
+
 def test_settings_are_compared(said):
     first, second = said[3]
     assert first == second
-    assert first.keys() == NAMED.keys()
+    assert first.keys() == {**NAMED, **OF_PROGRAMS}.keys()
     for name, wanted in NAMED.items():
+        has_state, error = first[name]
+        assert has_state == (wanted is None), (name, error)
         if wanted is None:
-            assert first[name] is None
+            assert error is None
         else:
-            assert wanted in first[name], first[name]
+            assert wanted in error, error
             others = {"`sync`", "`optimizer`", "`gradients`", "`mode`", "params: "}
-            assert not any(x in first[name] for x in others if not wanted.startswith(x))
+            assert not any(x in error for x in others if x not in wanted), error
+
+
+def test_programs_are_compared(said):
+    """Before their first run, by their equations and the values of their constants."""
+    for name, wanted in OF_PROGRAMS.items():
+        has_run, error = said[3][0][name]
+        assert has_run, name
+        assert error is None if wanted is None else wanted in error, error
+        assert error is None or re.search(" [0-9a-f]{16} on process 0, [0-9a-f]{16} on ", error)
+    assert said[3][0]["later"][0] == 2

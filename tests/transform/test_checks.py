@@ -83,7 +83,7 @@ def test_the_state_of_another_transform_is_refused():
 
 
 def sharded_inside(mesh):
-    placed = jax.device_put(np.ones((8, 3), np.float32), NamedSharding(mesh, P("fsdp")))
+    placed = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, P("fsdp")))
     return js.replicate({"w": placed}, mesh=mesh)
 
 
@@ -110,29 +110,36 @@ def test_state_of_leaves_whose_layout_is_not_known_stays_whole(mesh_of):
     params, specs = sharded_inside(mesh), {"w": P("fsdp")}
     with pytest.warns(UserWarning, match=r"^slowmo: of the shared state \d+% .* stay whole"):
         whole = js.init(SLOW, params, mesh=mesh)
-    assert whole.shared["anchor"]["w"].shape == (2, 8, 3)
+    assert whole.shared["anchor"]["w"].shape == (2, 8, 4)
     traced_update(SLOW, mesh, whole, params)
     tx = SLOW.with_specs(specs)
     state = js.init(tx, params, mesh=mesh)
-    assert state.shared["anchor"]["w"].shape == (2, 4, 3)
+    assert state.shared["anchor"]["w"].shape == (2, 8, 2)
     assert tx.with_specs(P()) is tx
+    traced_update(tx, mesh, state, params)
+
+
+def test_a_block_that_is_sharded_inside_a_replica_is_sent_as_it_is(mesh_of):
+    mesh = mesh_of({"replica": 2, "fsdp": 4})
+    params, tx = sharded_inside(mesh), SLOW.with_specs({"w": P("fsdp")})
+    state = js.init(tx, params, mesh=mesh)
     traced = traced_update(tx, mesh, state, params, phase=("slow",))
-    rows = js.comm_report_of(traced.lower(), compile=False).select(axis="replica")
+    rows = js.comm_report_of(traced.lower()).select(axis="replica", level="compiled")
     sent = {(row.collective, row.bytes) for row in rows}
-    assert sent == {("reduce-scatter", 8 * 3 * 4 / 4), ("all-gather", 8 * 3 * 4 / 4)}
+    assert sent == {("reduce-scatter", 8 * 4 * 4 / 4), ("all-gather", 8 * 4 * 4 / 4)}
 
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_whole_leaves_and_types_that_tell_need_no_specs(mesh_of, explicit):
     mesh = mesh_of({"replica": 2, "fsdp": 4}, explicit=True)
-    params = sharded_inside(mesh) if explicit else js.replicate({"w": np.ones((8, 3))}, mesh=mesh)
+    params = sharded_inside(mesh) if explicit else js.replicate({"w": np.ones((8, 4))}, mesh=mesh)
     state = js.init(SLOW, params, mesh=mesh)
-    assert state.shared["anchor"]["w"].shape == (2, 4, 3)
+    assert state.shared["anchor"]["w"].shape == ((2, 8, 4) if explicit else (2, 4, 4))
 
 
 def test_a_base_of_slowmo_has_its_specs(mesh_of):
     mesh = mesh_of({"replica": 2, "fsdp": 4})
     params, tx = sharded_inside(mesh), SLOW.with_specs({"w": P("fsdp")})
     traced = traced_update(tx, mesh, js.init(tx, params, mesh=mesh), params, phase=("average",))
-    (row,) = js.comm_report_of(traced.lower(), compile=False).select(axis="replica")
-    assert (row.collective, row.bytes) == ("all-reduce", 8 * 3 * 4 / 4)  # a device's block
+    (row,) = js.comm_report_of(traced.lower()).select(axis="replica", level="compiled")
+    assert (row.collective, row.bytes) == ("all-reduce", 8 * 4 * 4 / 4)  # a device's block

@@ -13,7 +13,6 @@ import jaxslowmo as js
 from jaxslowmo.transform import spec_of
 
 PARAMS = {"w": jnp.ones((4, 2)), "b": jnp.ones(3)}
-LATE = js.every(4, start=2)
 SGD = optax.sgd(0.1)
 mean, inside = js.all_reduce_gradients("replica"), js.all_reduce_gradients("device")
 both = js.all_reduce_gradients(("replica", "device"))
@@ -30,7 +29,6 @@ TABLE = {
     "rows and dense": (js.all_reduce_rows("replica", dense=both), TWO, REDUCES, set()),
     "clip": (clip, (), set(), {CLIPS, ROWS}),
     "sum_tied": (tied, ("stage",), set(), set()),
-    "post_local": (js.post_local_gradients(LATE, both, inside), TWO, REDUCES, {ROWS}),
     "accumulate": (js.accumulate(mean, 2), ONE, REDUCES, set()),
     "accumulate updates": (js.accumulate(js.chain(mean, SGD), 2), ONE, REDUCES, {HOLDS}),
     "skip_unused": (
@@ -84,13 +82,8 @@ def over_time(tx, updates):
 
 counting = optax.scale_by_schedule(lambda count: 1.0)
 JOINED = js.chain(inside, js.skip_unused(js.chain(mean), "replica"))
-ALTERNATE = js.accumulate(js.post_local_gradients(js.every(1, start=1), both, inside), 2)
 DUE = {
-    "post_local": (
-        js.post_local_gradients(LATE, both, inside), [[TWO], [TWO], [("device",)], [("device",)]]
-    ),
-    "post_local alone": (js.post_local_gradients(LATE, mean), [[ONE], [ONE], []]),
-    "accumulate": (ALTERNATE, [[], [TWO], [], [("device",)]]),
+    "accumulate": (js.accumulate(both, 2), [[], [TWO], [], [TWO]]),
     "joined": (JOINED, [[("device",), ONE]]),
     "one's own": (
         js.gradient_transform(counting, "replica", due=lambda state: state.count % 2 == 1),
@@ -121,8 +114,6 @@ def test_optax_identity_lets_rows_pass_as_none_does_and_nobody_calls_others_to_f
     identity, other = optax.identity(), optax.GradientTransformation(refusing, refusing)
     for tx, of_rows in ((identity, True), (optax.scale(1.0), False), (other, False)):
         assert spec_of(tx).of_rows is js.chain(both, tx).spec.of_rows is of_rows
-        assert js.post_local_gradients(LATE, both, tx).spec.of_rows is of_rows
-    assert js.post_local_gradients(LATE, both).spec.of_rows
 
 
 class EverySecond(js.spec.Reduction):

@@ -123,7 +123,7 @@ def ends_of(tx, mesh, steps=8, **options):
     for batch in np.random.default_rng(0).normal(size=(steps, 4, 3)):
         state, _ = step(state, np.float32(batch))
     anchor = tx.algorithm.has_anchor and js.read_anchor(
-        step.sync, state.opt_state[-1], state.params, mesh=mesh
+        step.sync, state.exchange, state.params, mesh=mesh
     )
     return step.consensus(state), step.shares(state), anchor
 

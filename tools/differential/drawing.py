@@ -16,7 +16,7 @@ SYNC = (
     *("local_sgd", "local_sgd scheduled", "local_sgd 16 bits", "only_finite", "slowmo"),
     *("slowmo whole", "slowmo inexact", "slowmo over sgp", "sgp", "sgp late", "diloco"),
 )
-GRADIENTS = ("mean", "mean active", "buckets", "int8", "top_k", "post-local", "rows")
+GRADIENTS = ("mean", "mean active", "buckets", "int8", "top_k", "rows")
 KEEP_STATE = ("int8", "top_k")
 WRONG = {
     "mode": "sometimes",
@@ -42,7 +42,7 @@ def _parts(random_: random.Random, levels: str) -> Options:
     inside = "device" if levels == "two levels" else None
     gradients = random_.choice(GRADIENTS)
     axes = ("replica", inside) if inside else "replica"
-    if sync and _chance(random_, 0.75) and gradients != "post-local":
+    if sync and _chance(random_, 0.75):
         gradients, axes = (gradients if inside else None), inside
     if axes == "device" and gradients in KEEP_STATE:  # refused
         gradients = "mean"

@@ -141,7 +141,6 @@ MISUSES: dict[str, Misuse] = {
     "all_reduce, max_buckets": lambda: js.all_reduce_gradients("replica", max_buckets=0),
     "all_reduce_rows, output": lambda: js.all_reduce_rows("replica", output="all"),
     "clip, norm": lambda: js.clip_by_global_norm(0.0),
-    "post_local, schedule": lambda: js.post_local_gradients(0, _mean()),
     "accumulate, every": lambda: js.accumulate(optax.sgd(0.1), every=0),
     "accumulate, parameter transform": lambda: js.accumulate(_local(), every=2),
     "loss scale, initial": lambda: js.dynamic_loss_scale(optax.sgd(0.1), initial=0.0),

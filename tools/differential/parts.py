@@ -78,9 +78,6 @@ GRADIENTS: dict[str, Callable[[Any], Any]] = {
     "buckets": lambda axes: _reduced(axes, bucket_bytes=16),
     "int8": lambda axes: _reduced(axes, hook=js.hooks.int8(block_size=4)),
     "top_k": lambda axes: _reduced(axes, hook=js.hooks.top_k(0.3)),
-    "post-local": lambda axes: js.post_local_gradients(
-        js.every(2, start=3), _reduced(axes), None if axes == "replica" else _reduced("device")
-    ),
     "rows": lambda axes: js.all_reduce_rows(axes, tables=["in/w"], dense=_reduced(axes)),
 }
 

@@ -144,14 +144,8 @@ def steps() -> Scenarios:
             lambda: {"gradients": js.all_reduce_gradients("replica", bucket_bytes=64)}
         ),
         "mean, value": _step(mean, optimizer=lambda: optax.polyak_sgd()),
-        "post-local, local_sgd, value": _step(
-            lambda: {
-                "gradients": js.post_local_gradients(
-                    js.every(2, start=3), js.all_reduce_gradients("replica")
-                ),
-                "sync": SYNC["local_sgd"](),
-            },
-            optimizer=lambda: optax.polyak_sgd(),
+        "mean, local_sgd, value": _step(
+            lambda: {**mean(), "sync": SYNC["local_sgd"]()}, optimizer=lambda: optax.polyak_sgd()
         ),
         "skip_unused around the optimizer": _step(
             lambda: {"gradients": optax.identity()},

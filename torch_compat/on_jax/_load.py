@@ -32,7 +32,8 @@ def load_back(module: torch.nn.Module, state: js.TrainState, step: Any = None) -
     Communication: `js.consensus` of parameters and model state.
     """
     if step is None:
-        layout, shares = _mesh_of(state), shares_of_gossip(state.opt_state)
+        layout = _mesh_of(state)
+        shares = shares_of_gossip((state.opt_state, state.exchange.local))
     else:
         layout, shares = {"mesh": step.mesh, "axis_name": step.axis_name}, step.shares(state)
     params = js.consensus(state.params, shares=shares, **layout)

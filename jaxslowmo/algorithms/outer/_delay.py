@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...collectives import all_mean, mean_beside, mean_in_codec, quotient
+from ...collectives import mean_beside, mean_in_codec, quotient
 from ...mesh import uniform
 from ...transform import Overlapped, ReplicaGroup, packing_of
 from ...tree import Buffer, at_least_float32
@@ -53,8 +54,16 @@ def average_part(flight: InFlight, replicas: ReplicaGroup, delay: int) -> InFlig
 
     Communication: that of `mean_beside` of 1 / delay of each flat buffer of the fragment.
     """
-    number = uniform(jnp.maximum(flight.parts, 0), replicas.axes)
-    flight = _with_mean(flight, number, replicas, delay)
+
+    def run(group: ReplicaGroup, flight: InFlight) -> list[InFlight]:
+        number = uniform(jnp.maximum(flight.parts, 0), group.axes)
+        return [_with_mean(flight, number, group, delay)]
+
+    of_values = [*replicas.own(flight.values).specs]
+    of_residual = of_values if has_leaves(flight.residual) else []
+    numbers = [P()] * (len(jax.tree.leaves(flight)) - len(of_values) - len(of_residual))
+    specs = [*of_values, *numbers, *of_residual]
+    flight = replicas.run(run, [replicas.own(flight, specs)], replicas.own(flight, specs))[0]
     # More than all parts are in a state that `average_all` has completed.
     parts = jnp.where(flight.parts < 0, NOTHING, jnp.minimum(flight.parts + 1, delay))
     return flight._replace(parts=parts)
@@ -126,7 +135,7 @@ def arrived(flight: InFlight, replicas: ReplicaGroup) -> tuple[PyTree, jax.Array
 
     Communication: one all-reduce of 4 bytes.
     """
-    total = all_mean(flight.mass, replicas.axis_name)
+    total = replicas.plain.mean_number(flight.mass)
     return jax.tree.map(lambda x: quotient(x, total), flight.values), total > 0
 
 

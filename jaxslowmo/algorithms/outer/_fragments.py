@@ -163,7 +163,7 @@ class FragmentStates(NamedTuple):
 
     # The trees like the anchor, of all fragments together; () if fragments differ in their number.
     moments: tuple[PyTree, ...]
-    rest: tuple[tuple[Any, ...], ...]  # for each fragment the other leaves, such as its count
+    rest: tuple[Any, ...]  # for each fragment the other leaves, such as its count; or its state
 
 
 def joined_states(
@@ -173,9 +173,10 @@ def joined_states(
     if len(fragments) == 1:
         return states[0]
     parted = [_parted(x, f.of(anchor)) for x, f in zip(states, fragments, strict=True)]
-    if len({len(like) for like, _ in parted}) > 1:
+    counts = {len(like) for like, _ in parted}
+    if 0 in counts or len(counts) > 1:
         # The optimizer tells leaves apart: no tree of moments goes through all fragments.
-        return FragmentStates((), tuple(tuple(jax.tree.leaves(x)) for x in states))
+        return FragmentStates((), tuple(states))
     moments: list[PyTree] = []
     rest = []
     for fragment, (like, others) in zip(fragments, parted, strict=True):
@@ -193,12 +194,12 @@ def with_state(states: PyTree, fragment: Fragment, state: PyTree, anchor: PyTree
     """Return the states of all fragments with that of one replaced."""
     if fragment.places is None:
         return state
-    like, others = [], jax.tree.leaves(state)
+    moments, rest = (), [*states.rest]
+    rest[fragment.number] = state
     if states.moments:
         like, others = _parted(state, fragment.of(anchor))
-    moments = tuple(fragment.put(m, x) for m, x in zip(states.moments, like, strict=True))
-    rest = [*states.rest]
-    rest[fragment.number] = tuple(others)
+        moments = tuple(fragment.put(m, x) for m, x in zip(states.moments, like, strict=True))
+        rest[fragment.number] = tuple(others)
     return FragmentStates(moments, tuple(rest))
 
 
@@ -208,18 +209,15 @@ def state_of(
     """Return the state of one fragment, of the structure that `init` makes."""
     if fragment.places is None:
         return states
+    if not states.moments:
+        return states.rest[fragment.number]
     part = fragment.of(anchor)
     template = jax.eval_shape(init, part)
-    is_alike = of_form(part) if states.moments else _is_never
+    is_alike = of_form(part)
     leaves, treedef = jax.tree.flatten(template, is_leaf=is_alike)
     moments = iter([fragment.of(m) for m in states.moments])
     rest = iter(states.rest[fragment.number])
     return treedef.unflatten([next(moments if is_alike(x) else rest) for x in leaves])
-
-
-def _is_never(x: Any) -> bool:
-    del x
-    return False
 
 
 def _parted(state: PyTree, like: PyTree) -> tuple[list[PyTree], list[Any]]:

@@ -23,7 +23,7 @@ import optax
 
 from ..._support.checks import as_number, checked_int
 from ..._support.types import PyTree
-from ...collectives import all_mean, quotient, scaled
+from ...collectives import quotient, scaled
 from ...transform import (
     Algorithm,
     Carry,
@@ -80,16 +80,16 @@ class OuterRate(NamedTuple):
         updates and the rate that `update` was given.
       observe: `observe(outer, rate)` returns the outer state after any update at this rate; None
         if it does not change.
-      agree: `agree(outer, rate, axes)` returns a state and a rate that are equal on all replicas,
-        from rates that differ; the rate of a replica without data is `NO_RATE`. None if rates
-        are equal anyway.
-      is_passed: whether `update` needs the argument `learning_rate`.
+      is_passed: whether `update` needs the argument `learning_rate`, which may differ between
+        replicas: each remembers its largest one, and slow steps observe the largest of all. The
+        rate of a replica without data is `NO_RATE`.
+      last: `last(outer)`: the rate of the last slow step, for one in which no replica has one.
     """
 
     read: Callable[[jax.Array, Any], jax.Array]
     observe: Callable[[Any, jax.Array], Any] | None = None
-    agree: Callable[..., tuple[Any, jax.Array]] | None = None
     is_passed: bool = False
+    last: Callable[[Any], jax.Array] | None = None
 
 
 def outer_algorithm(
@@ -119,7 +119,8 @@ class _Outer:
       base: the algorithm that runs between slow steps.
       exact_average: whether a slow step takes the replicas' mean; else each replica continues with
         its parameters after the base's exchange, and has an anchor of its own.
-      is_sharded: whether each replica keeps only its blocks of anchor and outer state.
+      is_sharded: whether each replica keeps only its blocks of anchor and outer state; None: in a
+        training step alone.
       is_element_wise: whether the optimizer has no use for names and shapes of leaves.
       rate: source of the inner learning rate; None if the optimizer does not use it.
       fragments: the fragments.
@@ -135,7 +136,7 @@ class _Outer:
     optimizer: optax.GradientTransformationExtraArgs
     base: Algorithm = ALONE
     exact_average: bool = True
-    is_sharded: bool = False
+    is_sharded: bool | None = False
     is_element_wise: bool = True
     rate: OuterRate | None = None
     fragments: Fragments = 1
@@ -199,7 +200,12 @@ class _Outer:
             group = group.over(without=(lambda name: True, -1))
         known = self.known if params is None else self.divided(params)
         # A base that has all of its shared state on each replica has no use for blocks.
-        is_sharded = self.is_sharded and (base.is_sharded or base.shared is ALONE.shared)
+        fits = base.is_sharded or base.shared is ALONE.shared
+        # Each stage steps its own leaves, in a branch that the others do not take, so no norm there
+        # may be a sum over replicas.
+        fits = fits and (self.is_sharded is not None or not parts_of(params, Staged))
+        is_sharded = self.is_sharded if fits else False
+        group = group.over(is_cut=is_sharded)
         bound = replace(self, base=base, group=group, known=known, is_sharded=is_sharded)
         inside = around(base)
         algorithm = Algorithm(
@@ -286,10 +292,15 @@ class _Outer:
     def local(self, params: PyTree) -> dict[str, Any]:
         """Return the first state of a replica."""
         state: dict[str, Any] = {"base": self.base.local(params)}
+        if self.rate is not None and self.rate.is_passed:
+            # The largest rate since the last slow step of each fragment.
+            state["rates"] = jnp.zeros([max(1, len(self.known))], jnp.float32)
         if not self.exact_average:
             state |= self.first_outer(params)
         if self.group.codec is not None:
-            state["sent"] = first_memory(self.group.codec, params, has_reference=self.is_sharded)
+            state["sent"] = first_memory(
+                self.group.codec, params, has_reference=bool(self.is_sharded)
+            )
         if self.delay:
             residual = state["sent"].residual if "sent" in state else ()
             state["in_flight"] = tuple(
@@ -326,7 +337,12 @@ class _Outer:
             updates, local, inner = base.begin(updates, local, shared["base"], context)
             shared = shared | {"base": inner}
         rate = self.rate_of(context)
-        if self.rate is None or self.rate.observe is None or rate is None:
+        if self.rate is None or rate is None:
+            return updates, local, shared
+        if self.rate.is_passed:
+            largest = jnp.maximum(local["rates"], jnp.asarray(rate, jnp.float32))
+            return updates, local | {"rates": largest}, shared
+        if self.rate.observe is None:
             return updates, local, shared
         state = shared if self.exact_average else local
         outer = state["outer"]
@@ -372,14 +388,16 @@ class _Outer:
             rate = self.rate_of(context)
             return self.moved(fragment, displacement, mass, rate, replicas, context, carry)
 
-        return self.if_permitted(step, carry)
+        return self.if_permitted(step, carry, replicas)
 
-    def if_permitted(self, step: Callable[[Carry], Carry], carry: Carry) -> Carry:
+    def if_permitted(
+        self, step: Callable[[Carry], Carry], carry: Carry, replicas: ReplicaGroup
+    ) -> Carry:
         """Return `step(carry)`, unless the base, such as `only_finite`, refuses the exchange."""
         permit = around(self.base).permit
         if permit is None or not self.exact_average:
             return step(carry)
-        allowed, local = permit(carry, self.axes)
+        allowed, local = permit(carry, replicas.plain.over(self.axes))
         carry = carry._replace(local=local)
         axes = (*self.group.bound_axes, *self.base.bound_axes)
         before = carry.before  # passes through no conditional
@@ -437,14 +455,12 @@ class _Outer:
         anchor = fragment.of(carry.shared["anchor"])
         if replicas.codec is not None:
             parts, anyone = self.parts(fragment, x, mass, replicas, carry)
-            verb = replicas.reduce_scatter_in_codec if self.is_sharded else replicas.mean_in_codec
-            displacement, lost = verb(parts, role="slow")
+            displacement, lost = replicas.reduce_scatter_in_codec(parts, role="slow")
             return self.remembered(fragment, anyone, displacement, lost, carry, replicas)
-        average = replicas.reduce_scatter if self.is_sharded else replicas.mean
-        mean = average(x, role="slow")
+        mean = replicas.reduce_scatter(x, role="slow")
         if mass is not None:
             # sum x / sum w is the exact mean of weighted and push-sum parameters too.
-            total = all_mean(mass, replicas.axis_name)
+            total = replicas.mean_number(mass)
             if context.weight is None:
                 mean = jax.tree.map(lambda leaf: leaf / total.astype(leaf.dtype), mean)
             else:  # if all have run out of data, the anchor stays
@@ -507,15 +523,13 @@ class _Outer:
         """Return the carry after the outer optimizer's step with this displacement."""
         old = carry
         if carry.statistics and self.exact_average:
-            means = ReplicaGroup(replicas.axis_name).mean(carry.statistics, mass)
+            means = replicas.plain.mean(carry.statistics, mass)
             carry = carry._replace(statistics=means)
         state, options = self.outer_state(carry), {}
         stepper, anchor = self.stepper(carry.before, fragment), fragment.of(state["anchor"])
         outer = state_of(state["outer"], fragment, stepper.init, state["anchor"])
         if self.rate is not None and rate is not None:
-            # With different rates the replicas would diverge, even if each keeps its own anchor.
-            if self.rate.agree is not None:
-                outer, rate = self.rate.agree(outer, rate, replicas.axes)
+            outer, rate, carry = self.agreed(fragment, outer, rate, replicas, carry)
             options = {"learning_rate": rate}
         # Any optax optimizer, with D as its gradient; it runs on blocks of a sharded anchor.
         try:
@@ -553,6 +567,34 @@ class _Outer:
             carry = carry._replace(local=local)
         return changed_moments(old, carry, replicas, context, self.inner_state)
 
+    def agreed(
+        self,
+        fragment: Fragment,
+        outer: Any,
+        rate: jax.Array,
+        replicas: ReplicaGroup,
+        carry: Carry,
+    ) -> tuple[Any, jax.Array, Carry]:
+        """Return outer state and rate, equal on all replicas, and the carry then.
+
+        With different rates replicas would diverge, even if each keeps its own anchor.
+
+        Communication: for rates that are passed one all-reduce of 8 bytes.
+        """
+        assert self.rate is not None
+        if not self.rate.is_passed:
+            return outer, rate, carry
+        assert self.rate.observe is not None
+        assert self.rate.last is not None
+        rates, number = carry.local["rates"], fragment.number
+        largest, since = replicas.plain.largest(
+            jnp.stack([rate.astype(rates.dtype), rates[number]])
+        )
+        outer = self.rate.observe(outer, since)
+        rate = jnp.where(largest == NO_RATE, self.rate.last(outer), largest)
+        local = carry.local | {"rates": rates.at[number].set(0.0)}
+        return outer, rate, carry._replace(local=local)
+
     def with_outer_state(self, carry: Carry, new: dict[str, Any]) -> Carry:
         """Return the carry with new values of anchor and outer state."""
         if self.exact_average:
@@ -563,11 +605,11 @@ class _Outer:
         self, fragment: Fragment, anchor: PyTree, replicas: ReplicaGroup, carry: Carry
     ) -> tuple[PyTree, PyTree, Carry]:
         """Return where all replicas continue, the anchor, and the carry then."""
-        if not self.is_sharded:
-            return anchor, anchor, carry
         leaves, codec = fragment.of(carry.before), replicas.codec
-        if codec is None:
-            return replicas.all_gather(anchor, leaves), anchor, carry
+        if not self.exact_average:  # each replica has an anchor of its own
+            return anchor, anchor, carry
+        if codec is None or not self.is_sharded:
+            return replicas.over(codec=None).all_gather(anchor, leaves), anchor, carry
         # Replicas follow the anchor in the codec. What it does not send of the way stays between
         # the two, and is part of the next way.
         sent = carry.local["sent"]
@@ -586,7 +628,7 @@ class _Outer:
         replicas = _of_fragment(fragment, replicas, carry.before)
         allowed = jnp.asarray(True)
         if (permit := around(self.base).permit) is not None:
-            allowed, local = permit(carry, self.axes)
+            allowed, local = permit(carry, replicas.plain.over(self.axes))
             carry = carry._replace(local=local)
         x, mass = self.weighted(carry, context)
         # Weighted values and their weight, whose sums over replicas give the exact mean. The rate
@@ -623,7 +665,7 @@ class _Outer:
         replicas = _of_fragment(fragment, replicas, carry.before)
         flight: InFlight = carry.local["in_flight"][number]
         average, has_weight = arrived(flight, replicas)
-        displacement = replicas.block(average) if self.is_sharded else average
+        displacement = replicas.block(average)
         anchor = fragment.of(carry.shared["anchor"])
         if self.group.codec is None:
             displacement = jax.tree.map(subtracted, anchor, displacement)
@@ -635,8 +677,10 @@ class _Outer:
             )
         _, mass = self.weighted(carry, context)
         rate = None if self.rate is None else flight.rate
+        if self.rate is not None and not self.rate.is_passed:
+            rate = replicas.plain.same(flight.rate)
         after = self.moved(fragment, displacement, mass, rate, replicas, context, after)
-        is_whole = flight.parts == self.delay
+        is_whole = replicas.plain.same(flight.parts) == self.delay
         # No conditional, beside which nothing would run: the slow step itself sends little.
         after = jax.tree.map(lambda new, old: jnp.where(is_whole, new, old), after[1:], carry[1:])
         carry = Carry(carry.before, *after)
@@ -685,9 +729,16 @@ def _missed(local: Any, due: Any, *, number: int) -> Any:
 
 
 def shards_state(
-    owner: str, shard_state: bool | None, group: ReplicaGroup, *, exact_average: bool = True
-) -> bool:
+    owner: str,
+    shard_state: bool | None,
+    group: ReplicaGroup,
+    *,
+    exact_average: bool = True,
+    is_element_wise: bool = True,
+) -> bool | None:
     """Return whether anchor and outer state are sharded, for the argument `shard_state`.
+
+    None: in a training step, and not in a loop of one's own.
 
     Raises:
       ValueError: a codec without an exchange.
@@ -700,4 +751,8 @@ def shards_state(
         )
     # From blocks the step would be made sparse a second time, on its way to the parameters.
     is_sparse = codec is not None and codec.is_sparse
-    return (exact_average and not is_sparse) if shard_state is None else shard_state
+    if shard_state is not None:
+        return shard_state
+    if not is_element_wise:  # in a step it sees whole arrays
+        return None if codec is None else False
+    return exact_average and not is_sparse

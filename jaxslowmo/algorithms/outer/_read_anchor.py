@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from ..._support.types import AxisName, PyTree
 from ...mesh import AnyMesh, inner_specs, kept_with, map_replicas, model_axes
@@ -21,7 +22,7 @@ def read_anchor(
 
     Args:
       sync: the transform that made the state.
-      state: its stacked state; in a `TrainState`, `state.opt_state[-1]`.
+      state: its stacked state; in a `TrainState`, `state.exchange`.
       stacked_params: the parameters, leaves `(replicas, *s)`; only shapes and dtypes matter.
       mesh: the mesh on which the parameters are placed.
       axis_name: the replica axis.
@@ -37,6 +38,9 @@ def read_anchor(
     """
     if not sync.algorithm.has_anchor:
         raise ValueError("`sync` must be made by js.slowmo or js.diloco: others have no anchor.")
+    anchor, first = state.shared.get("anchor"), jax.tree.leaves(stacked_params)[0]
+    if anchor is not None and jax.tree.leaves(anchor)[0].ndim < first.ndim:  # a step has it whole
+        return jax.jit(_for_each)(anchor, stacked_params)
     # This needs a program, since this host does not hold the blocks of other processes.
     automatic = model_axes(stacked_params, mesh, axis_name)
 
@@ -55,3 +59,7 @@ def read_anchor(
     over = (mesh, axis_name, automatic)
     anchor_of = sync.with_specs(specs).anchor
     return kept_with(anchor_of, over, compiled)(state, stacked_params)
+
+
+def _for_each(anchor: PyTree, stacked: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, x: jnp.broadcast_to(a, x.shape), anchor, stacked)

@@ -233,7 +233,7 @@ class TuneBucketsConfig(InRunFolder):
 class TuneOuterConfig(InRunFolder):
     """Try momenta and rates of slow steps with several seeds, and print the best.
 
-    All settings and seeds of a period train in one program, with virtual replicas on one device.
+    All seeds of a setting train in one program, with virtual replicas on one device.
     """
 
     FIXED = {"execution": "virtual"}  # noqa: RUF012 - of the class

@@ -24,7 +24,7 @@ from ..processes._peers import ALONE, Cluster, StopOnSignal
 from ..processes._watch import lost_a_peer
 from ._agreement import refuse_to_resume
 from ._division import RunBatches, RunDevices, Text
-from ._recipes import build_algorithm, form_of, loss_fn_of, policy_of, saved_form
+from ._recipes import build_algorithm, form_of, loss_fn_of, policy_of
 from ._recorder import Best, ByteLedger, Recorder, RunFiles
 from ._run_folder import RunFolder
 
@@ -212,7 +212,7 @@ class Keeper:
                 self._params,
                 seed=self._config.seed,
                 fallback=self._config.fallback,
-                saved_form=lambda extra: saved_form(extra, self._job.form),
+                names=self._job.form.other_names(),
             )
         except CheckpointError as error:
             refuse_to_resume(error)
@@ -461,7 +461,7 @@ class Job:
 
 def _was_refused(state: js.TrainState) -> bool:
     """Wait for the step, and return whether the replicas refused an exchange."""
-    refused = state.opt_state[-1].local["refused"]
+    refused = state.exchange.local["refused"]
     return bool(np.asarray(refused.addressable_data(0)).any())
 
 

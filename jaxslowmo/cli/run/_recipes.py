@@ -13,7 +13,6 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 import jaxslowmo as js
-from jaxslowmo.checkpoint import SavedForm
 from jaxslowmo.models import (
     GPTConfig,
     GPTLayers,
@@ -27,6 +26,7 @@ from jaxslowmo.models import (
 )
 from jaxslowmo.pipeline.model import model_blocks
 from jaxslowmo.topology import make_graph
+from jaxslowmo.tree import leaf_names
 
 from .._errors import island_errors
 from ..config._cluster import ClusterOptions
@@ -90,22 +90,23 @@ class Form:
     layers: GPTLayers | None = None
     layout: js.pipeline.StageLayout | None = None
 
-    def stack(self, tree: Any) -> Any:
-        """Return parameters in this form, from a tree like that of `init_gpt`.
-
-        Leaves are NumPy arrays or types, with a leading axis of replicas or without.
-        """
-        if self.layers is None or self.layout is None:
-            return tree
-        return self.layout.stack_like(self.layers.split(tree))
-
-    def unstack(self, tree: Any) -> Any:
-        """Undo `stack`: return a tree like that of `init_gpt`."""
-        return tree if self.layout is None else self.join(self.layout.unstack(tree))
-
     def join(self, tree: Any) -> Any:
         """Return a tree like that of `init_gpt`, from the one that `step.consensus` returns."""
         return tree if self.layers is None else self.layers.join(tree)
+
+    def other_names(self) -> dict[str, str]:
+        """Map parameters to their names in runs with stages if this is without, and the reverse.
+
+        With stages parameters have the names of layers, without them those of flax's modules.
+        """
+        types = gpt_types(self.config)
+        modules = jax.tree.structure(types).unflatten(leaf_names(types))
+        split = (self.layers or gpt_layers(self.config)).split(modules)
+        pairs = zip(leaf_names(split), jax.tree.leaves(split), strict=True)
+        if self.layers is not None:
+            return dict(pairs)
+        # A tied table is in two layers, and the embedding's copy comes first.
+        return {module: layer for layer, module in reversed([*pairs])}
 
     def init(self, seed: int, mesh: Mesh | js.mesh.VirtualMesh) -> Any:
         """Return one copy of the initial parameters, for `step.init`.
@@ -219,22 +220,6 @@ def saved_config(extra: Mapping[str, Any]) -> TrainConfig:
     unused = {*options_of(ClusterOptions), "resume", "overwrite", "attention"}
     values = saved_values(extra["config"])
     return train_config({name: value for name, value in values.items() if name not in unused})
-
-
-def saved_form(extra: Mapping[str, Any], now: Form) -> SavedForm | None:
-    """Return the form of the parameters in a checkpoint; None if its names fit `now`.
-
-    Args:
-      extra: extra data of the checkpoint.
-      now: form in which the parameters are needed.
-    """
-    saved = form_of(saved_config(extra))
-    # With stages parameters have the names of layers, without them those of flax's modules. The
-    # checkpoint itself converts between different stages.
-    if (saved.layout is None) == (now.layout is None):
-        return None
-    types = saved.stack(gpt_types(saved.config))
-    return SavedForm(types, lambda tree: now.stack(saved.unstack(tree)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -476,8 +461,10 @@ def build_algorithm(config: TrainConfig, specs: Any = None) -> Algorithm:
     return Algorithm(schedule, optimizer, gradients, sync)
 
 
-def build_setting(config: TrainConfig, setting: Mapping[str, Any]) -> optax.GradientTransformation:
-    """Return the chain of a configuration with the values of one setting of its slow steps.
+def build_setting(
+    config: TrainConfig, setting: Mapping[str, Any]
+) -> tuple[optax.GradientTransformation, js.ParameterTransform]:
+    """Return optimizer and sync of a configuration with one setting of its slow steps.
 
     Args:
       config: configuration of the run; its algorithm has slow steps.
@@ -498,7 +485,7 @@ def build_setting(config: TrainConfig, setting: Mapping[str, Any]) -> optax.Grad
     recipe = RECIPES[config.algorithm]
     assert recipe.sync is not None, "an algorithm with slow steps"
     sync = recipe.sync(RecipeInputs(algorithm, scaled_schedule, two_levels=False))
-    return js.chain(_optimizer(config, scaled_schedule), sync)
+    return _optimizer(config, scaled_schedule), sync
 
 
 def describe_exchanges(algorithms: Collection[str], config: AlgorithmOptions) -> list[str]:

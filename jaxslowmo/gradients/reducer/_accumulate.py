@@ -24,17 +24,7 @@ from ...transform import (
     run_if,
     spec_of,
 )
-from ...tree import (
-    added,
-    at_least_float32,
-    by_dtype,
-    cast,
-    check_floating,
-    kept_if,
-    widen_updates,
-    zeros_like,
-)
-from .._leaves import divided
+from ...tree import Weighted, at_least_float32, cast, check_floating, zeros_like
 
 _OWNER = "accumulate"
 
@@ -54,11 +44,14 @@ def accumulate(
 ) -> GradientTransform:
     """Collect gradients over several calls without communication, then run `inner` on their mean.
 
-    This is torch's `no_sync`. Wrap the chain that reduces gradients and updates parameters:
+    This is torch's `no_sync`, for loops of your own. Wrap the chain that reduces gradients and
+    updates parameters:
 
         js.accumulate(js.chain(js.all_reduce_gradients("replica"), optax.adamw(1e-3)), every=4)
 
-    (`make_train_step(accumulate=4)` splits one batch instead.)
+    A step of `js.make_train_step` refuses it, since it adds up gradients itself: `accumulate=` of
+    the step or of `js.train_loop`, or `step.collect`. `optax.MultiSteps` (0.2.8) runs what is
+    inside of it in every call, so that a reduction there sends k times the bytes.
 
     Args:
       inner: transform of the gradients that were collected since its last call. A `js.chain` says
@@ -108,18 +101,12 @@ def accumulate(
         if share is not None and not average:
             raise ValueError(f"{_OWNER}: `weight` needs average=True, got average=False.")
         count = increment(state.count)
-        state = AccumulateState(
-            count,
-            jax.tree.map(added, state.total, _weighted(widen_updates(updates), share)),
-            state.weight + (1 if share is None else share),
-            state.inner,
-        )
+        sums = Weighted(state.total, state.weight) + Weighted.of(updates, share)
+        state = AccumulateState(count, sums.sum, sums.weight, state.inner)
 
         @partial(jax.jit, inline=True)  # traced once for both branches; it adds no call
         def update(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
-            whole = s.total
-            if average:  # dividing by infinity gives zeros without a `where` for every leaf
-                whole = divided(whole, jnp.where(s.weight > 0, s.weight, jnp.inf))
+            whole = Weighted(s.total, s.weight).mean if average else s.total
             whole = jax.tree.map(lambda t, g: cast(t, g.dtype), whole, updates)
             arguments = extra if share is None else {**extra, "weight": s.weight}
             new_updates, after = transform.update(whole, s.inner, params, **arguments)
@@ -144,11 +131,3 @@ class _Accumulated(Around):
 
     def calls(self, state: PyTree) -> Sequence[Communicate]:
         return [self.schedule(increment(state.count))]
-
-
-def _weighted(grads: PyTree, weight: jax.Array | None) -> PyTree:
-    """Return `weight * grads`; zeros where the weight is 0, even for infinite or NaN gradients."""
-    if weight is None:
-        return grads
-    counts, factor = weight > 0, by_dtype(weight)
-    return jax.tree.map(lambda g: kept_if(counts, g * factor(g.dtype)), grads)

@@ -159,7 +159,7 @@ def all_reduce_gradients(
             # The buckets are those of `init`, which received no `ready_order` or specs.
             ready_order = None
         elif param_specs is not None:
-            reduced = over.with_specs(param_specs)
+            reduced = over.placed(None, param_specs)
         if reduced.param_specs is None:
             notice.at_update()
         with jax.named_scope(_OWNER):

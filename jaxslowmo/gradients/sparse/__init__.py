@@ -23,4 +23,3 @@ from ._row_gradient import inside as inside
 from ._row_gradient import is_row_gradient as is_row_gradient
 from ._row_gradient import no_rows as no_rows
 from ._row_gradient import split_rows as split_rows
-from ._row_gradient import with_equal_entries as with_equal_entries

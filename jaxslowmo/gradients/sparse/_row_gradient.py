@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -197,7 +197,6 @@ def apply_rows(table: jax.Array, gradient: RowGradient, *, learning_rate: Any) -
 
 Rows = Mapping[str, RowGradient]
 """The gradients of rows, by name of the table."""
-_Operand = TypeVar("_Operand")
 
 
 @jax.tree_util.register_dataclass
@@ -250,25 +249,3 @@ def split_rows(
         return treedef.unflatten([rows.get(name, x) for name, x in others])
 
     return dense, rows, (), joined
-
-
-def with_equal_entries(
-    branches: Sequence[Callable[[_Operand], Any]], operand: _Operand
-) -> list[Callable[[_Operand], Any]]:
-    """Return branches of a conditional whose gradients of rows have equal shapes."""
-    if not any(map(is_row_gradient, jax.tree.leaves(operand, is_leaf=is_row_gradient))):
-        return list(branches)
-
-    def most(*results: Any) -> int:
-        return max(x.rows.shape[0] for x in results) if is_row_gradient(results[0]) else 0
-
-    shapes = [jax.eval_shape(branch, operand) for branch in branches]
-    entries = jax.tree.map(most, *shapes, is_leaf=is_row_gradient)
-
-    def padded(x: Any, num_entries: int) -> Any:
-        return x + no_rows(x, num_entries - x.rows.shape[0]) if is_row_gradient(x) else x
-
-    def padding(branch: Callable[[_Operand], Any]) -> Callable[[_Operand], Any]:
-        return lambda x: jax.tree.map(padded, branch(x), entries, is_leaf=is_row_gradient)
-
-    return [padding(branch) for branch in branches]

@@ -14,8 +14,9 @@ import jax
 from ..._support.checks import checks_flags
 from ..._support.scopes import EVERY_PHASE
 from ..._support.types import Phase
+from ...mesh import inner_specs, model_axes
 from ...tracing import equations_in
-from ...transform import ParameterTransform, share_of_whole
+from ...transform import ParameterTransform, of_one, share_of_whole_leaves
 from ._collectives import (
     Block,
     Branches,
@@ -75,8 +76,7 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
     meshes = meshes_among(getattr(leaf, "sharding", None) for leaf in leaves)
     by_phase = getattr(fn, "traced_by_phase", None)
     if by_phase is not None:
-        sync, state = getattr(fn, "sync", None), next(iter(args), None)
-        return _report(by_phase(*args, **kwargs), meshes, sync=sync, state=state)
+        return _report(by_phase(*args, **kwargs), meshes, step=fn, state=next(iter(args), None))
     jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
     # What `jax.pmap` returns can be lowered alone.
     program = jitted.trace if hasattr(jitted, "trace") else jitted.lower
@@ -120,7 +120,7 @@ def _report(
     arguments: list[MeshAxes],
     *,
     compile: bool = True,
-    sync: Any = None,
+    step: Any = None,
     state: Any = None,
 ) -> CommReport:
     """Return the report on one program, or on several by kind of step."""
@@ -161,6 +161,7 @@ def _report(
         found.append((kind, "compiled", read_collectives(module, True, num_devices, slices_first)))
 
     axes = tuple(dict.fromkeys(meshes))
+    sync = getattr(step, "sync", None)
     is_sync = isinstance(sync, ParameterTransform)
     kinds = tuple(by_kind)
     if not whole:
@@ -173,15 +174,21 @@ def _report(
             rows += _rows_of_kind(kind, program, level, axes, whole)
     names = [name for mesh in axes for name, _ in mesh.axes]
     names += sorted((row.axis for row in rows), key=lambda axis: axis == UNKNOWN_AXIS)
-    stored = _stored(sync, state) if is_sync else ""
+    stored = _stored(step, state) if is_sync else ""
     return CommReport(tuple(rows), kinds, tuple(dict.fromkeys(names)), tuple(levels), stored)
 
 
-def _stored(sync: ParameterTransform, state: Any) -> str:
+def _stored(step: Any, state: Any) -> str:
     """Return where the shared state of a step's `sync` is; "" if every replica has all of it."""
-    if not sync.algorithm.is_sharded:
+    shared, sync = state.exchange.shared, step.sync
+    if not jax.tree.leaves(shared) or sync.algorithm.is_sharded is False:
         return ""
-    whole = share_of_whole(state.opt_state[-1].shared, state.params)
+    params, specs, where = shared["anchor"], None, (step.mesh, step.axis_name)
+    if hasattr(state, "params"):
+        params, axes = of_one(state.params), model_axes(state.params, *where)
+        specs = inner_specs(state.params, axes) if axes else None
+    placement = {"mesh": step.mesh, "axis_name": step.axis_name, "param_specs": specs}
+    whole = share_of_whole_leaves(sync, shared, params, **placement)
     return f"sharded over the replicas; of its bytes {whole:.1%} are whole on each"
 
 

@@ -94,8 +94,9 @@ class SharedIterator:
             except StopIteration:
                 return None
             self._last = self._position()
-            # New containers: an iterator may put new arrays into the same dict each time.
-            batch = jax.tree.map(_copied if waits else lambda leaf: leaf, batch)
+            if waits:
+                # New containers, too: an iterator may put new arrays into the same dict each time.
+                batch = jax.tree.map(copied, batch)
             batch, weight = batch if isinstance(batch, WeightedBatch) else (batch, None)
             return Batch(batch, weight, self._last)
 
@@ -118,7 +119,7 @@ class SharedIterator:
         return copy.deepcopy(position) if isinstance(position, dict | list) else position
 
 
-def _copied(leaf: Any) -> Any:
+def copied(leaf: Any) -> Any:
     """Return a copy of a leaf whose memory others may write: NumPy arrays, torch tensors, buffers.
 
     Objects in arrays of objects are not copied.
@@ -191,6 +192,8 @@ class Loader:
 
     def allow(self, count: int) -> None:
         """Let the thread load until `count` batches are loaded and not taken yet."""
+        if not self._is_ahead:
+            return
         with self._changed:
             self._room = count
             self._changed.notify_all()
@@ -204,8 +207,10 @@ class Loader:
         Raises:
           TimeoutError: the batch was not loaded in time; it can still be taken later.
         """
-        if wait and not self._is_ahead and self._is_loading:
-            self._load()
+        if not self._is_ahead:
+            item = self._loaded() if wait and self._is_loading else None
+            self._is_loading &= item is not None
+            return item
         with self._changed:
             is_over = lambda: self._items or not self._is_loading  # noqa: E731
             if wait and not self._changed.wait_for(is_over, self._timeout):
@@ -235,18 +240,22 @@ class Loader:
                 self._changed.wait_for(lambda: self._is_closed or len(self._items) < self._room)
             goes_on = not self._is_closed and self._load()
 
-    def _load(self) -> bool:
-        """Load a batch, or what is raised in its place; return False at the end of `source`."""
-        source = self.source
-        assert source is not None, "`give` comes before `open`"
-        item: Batch | BaseException | None = None
+    def _loaded(self) -> Batch | BaseException | None:
+        """Return a batch, or what is raised in its place; None at the end of `source`."""
+        assert self.source is not None, "`give` comes before `open`"
+        if self.num_left <= 0:
+            return None
         try:
-            if self.num_left > 0:
-                item = self.clock(source.take, waits=self._is_ahead)
-                self.num_left -= item is not None
-                self.clock.count -= item is None  # it counts batches
+            item = self.clock(self.source.take, waits=self._is_ahead)
         except BaseException as error:  # raised by the call that needs this batch
-            item = error
+            return error
+        self.num_left -= item is not None
+        self.clock.count -= item is None  # it counts batches
+        return item
+
+    def _load(self) -> bool:
+        """Load a batch in the thread; return False at the end of `source`."""
+        source, item = self.source, self._loaded()
         with self._changed:
             if item is not None and not self._is_closed:
                 self._items.append(item)

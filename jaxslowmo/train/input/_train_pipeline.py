@@ -31,14 +31,18 @@ class StepResult:
       step: number of updates so far, this one included: the state's own count, unless `start` of
         `js.train_loop` says otherwise.
       state: state after the step. The next step donates its buffers, so read it before that.
-      metrics: arrays on the devices, stacked per replica; reading them waits for the step.
-      phase: what the step exchanged, `()` for a local step; see `js.phase_name`.
+      metrics: arrays on the devices, stacked per replica; reading them waits for the step. With
+        `steps_per_call` of `js.train_loop` those of all its updates, along a first dimension.
+      phase: what the step exchanged, `()` for a local step; see `js.phase_name`. Of several updates
+        it is the last one's.
       reports: what the hooks returned, merged in their order.
       position: what `get_state()` of the batches returned right after the batch of this step; None
         if they have no `get_state`. It does not include batches that were loaded ahead, or those
         of an incomplete update. Save it with the state.
       is_update: False for a batch whose gradients wait for those of the following batches, with
         `js.TrainPipeline(accumulate=...)`; `step` is then the number of the last update.
+      num_updates: number of updates of one call with `steps_per_call`, the first dimension of
+        `metrics`; None without it, where `metrics` are those of one step.
     """
 
     step: int
@@ -48,6 +52,12 @@ class StepResult:
     reports: dict[str, Any] = field(default_factory=dict)
     position: Any = None
     is_update: bool = True
+    num_updates: int | None = None
+
+    @property
+    def last_metrics(self) -> dict[str, jax.Array]:
+        """The metrics of the last update: arrays on the devices, stacked per replica."""
+        return self.metrics if self.num_updates is None else _last(self.metrics)
 
 
 @dataclass(frozen=True)
@@ -201,6 +211,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         self._place, self._refuse_ids = _method(step, "place"), _method(step, "refuse_ids")
         # A `TrainStep` limits how many calls run at once by itself.
         self._step: Any = step if self._place else BoundedStep(step)
+        self._next_phase = getattr(self._step, "next_phase", None)
         self._set_ahead(step, mode, num_exact=num_exact, room=room)
         if stages is None:
             stages = () if self._place or jax.process_count() > 1 else (put_arrays,)
@@ -333,10 +344,12 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
 
     def _prepare(self) -> None:
         """Prepare the batches that are loaded, or in several processes wait for the next one."""
+        if not self._depth:
+            return
         # Several processes must prepare the same batches between the same two steps.
         waits = jax.process_count() > 1
         with contextlib.suppress(TimeoutError):  # raised again when the batch is needed
-            self._hold(min(self._depth, 1) if waits else self._depth, self._depth, wait=waits)
+            self._hold(1 if waits else self._depth, self._depth, wait=waits)
         self._loader.allow(self._depth - len(self._held))
 
     def _hold(self, count: int, limit: int, *, wait: bool) -> bool:
@@ -394,8 +407,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         )
 
     def _update(self, call: Callable[[], Any], position: Any) -> StepResult:
-        next_phase = getattr(self._step, "next_phase", None)
-        phase = () if next_phase is None else next_phase(self.state)
+        phase = () if self._next_phase is None else self._next_phase(self.state)
         result = call()
         if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(
@@ -505,6 +517,12 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         *error: object,
     ) -> None:
         self.close()
+
+
+@jax.jit
+def _last(metrics: PyTree) -> PyTree:
+    """Return the last of the metrics along their first dimension."""
+    return jax.tree.map(lambda x: x[-1], metrics)
 
 
 def _method(step: Any, name: str) -> Any:

@@ -4,7 +4,9 @@ from ._ahead import AheadMode as AheadMode
 from ._ahead import AheadStep as AheadStep
 from ._compiler_options import recommended_compiler_options as recommended_compiler_options
 from ._gradients import GradientWindow as GradientWindow
-from ._gradients import averaged as averaged
+from ._gradients import mean_metrics as mean_metrics
+from ._gradients import weight_of as weight_of
+from ._gradients import weighted_metrics as weighted_metrics
 from ._in_flight import BoundedStep as BoundedStep
 from ._in_flight import bounded as bounded
 from ._make_step import make_train_step as make_train_step

@@ -14,6 +14,7 @@ from .._train_state import TrainState
 from ._gradients import GradientWindow, Metrics, StepInputs
 from ._programs import Task
 from ._runner import Runner
+from ._states import without_optimizer
 
 AheadMode = Literal["exact", "stale", "patched"]
 
@@ -75,7 +76,7 @@ class AheadStep:
         Communication: that of `Embeddings.exchange_ids`, and of `Embeddings.lookup` if the rows of
           this batch are looked up ahead.
         """
-        self._runner.take(state)
+        state = self._runner.take(state)
         inputs = StepInputs(*self._runner.place(batch))
         carry = self._request(self.asks_for(inputs.batch), state, inputs)
         self._count += 1
@@ -119,7 +120,7 @@ class AheadStep:
           two all-to-alls of the row numbers and rows that are sent again.
         """
         runner = self._runner
-        runner.take(state)
+        state = runner.take(state)
         runner.refuse_window(window, state, weight)
         batch, weight = runner.place(batch, weight)
         _refuse_other_ids(self._embeddings, asked.batch, batch)
@@ -148,7 +149,7 @@ class AheadStep:
     ) -> jax.stages.Compiled:
         """Return the compiled program of such an update, compiling it if needed; nothing runs."""
         inputs = StepInputs(batch, weight, window, asked.carry, next_batch)
-        return self._runner.compiled(state, inputs, self.asks_for(next_batch))
+        return self._runner.lower(state, inputs, self.asks_for(next_batch)).compile()
 
     def asks_for(self, next_batch: PyTree | None) -> Ahead:
         """Return how much of the lookup of `next_batch` the next call does."""
@@ -157,7 +158,7 @@ class AheadStep:
 
     def _request(self, ahead: Ahead, state: TrainState, inputs: StepInputs) -> Carry:
         task = Task.of("asked", "carry", ahead=ahead)
-        return self._runner.run(task, state._replace(opt_state=()), inputs)
+        return self._runner.run(task, without_optimizer(state), inputs)
 
     def _as_pending(self, carry: Carry | None, batch: PyTree, state: TrainState) -> Any:
         if carry is None:

@@ -59,14 +59,14 @@ class BesideSteps:
 
     def __init__(self, spec: Overlapped, mesh: AnyMesh, axis_name: AxisName) -> None:
         self._spec, self._mesh, self._axis_name = spec, mesh, axis_name
-        self._is_beside = runs_beside(mesh, axis_name)
+        self.is_beside = runs_beside(mesh, axis_name)
         # Results, finished or not, with the counters of the states whose updates they run beside,
         # and the events that they stand for.
         self._under_way: list[tuple[weakref.ref[jax.Array], str, PyTree]] = []
 
     def phase(self, phase: Phase) -> Phase:
         """Return the phase of an update's program: without what runs beside it."""
-        sends = self._spec.sends(phase) if self._is_beside else ()
+        sends = self._spec.sends(phase) if self.is_beside else ()
         return tuple(event for event in phase if event not in sends)
 
     def before(self, state: TrainState, phase: Phase, t: int, *, is_known: bool) -> TrainState:
@@ -81,9 +81,9 @@ class BesideSteps:
         Communication: that of the exchange, in its first update and in the first one that a run
           with a restored state makes.
         """
-        local = state.opt_state[-1].local
+        local = state.exchange.local
         for event in self._spec.sends(phase):
-            if not self._is_beside:
+            if not self.is_beside:
                 state = state if is_known else self._completed(state, event, t)
                 continue
             result = self._result_for(state, event)
@@ -104,13 +104,13 @@ class BesideSteps:
     def _result_for(self, state: TrainState, event: str) -> PyTree | None:
         """Return the result of an exchange that runs beside the next update of a state."""
         # Several states may be under way, if a user goes on from one twice.
-        counter = state.opt_state[-1].count
+        counter = state.step
         found = (x for ref, name, x in self._under_way if ref() is counter and name == event)
         return next(found, None)
 
     def _note(self, state: TrainState, event: str, result: PyTree) -> None:
         alive = [entry for entry in self._under_way if entry[0]() is not None]
-        self._under_way = [*alive, (weakref.ref(state.opt_state[-1].count), event, result)]
+        self._under_way = [*alive, (weakref.ref(state.step), event, result)]
 
     def _started(self, sent: PyTree) -> PyTree:
         """Return the result of an exchange, which may not be there yet."""
@@ -119,13 +119,12 @@ class BesideSteps:
     def _with(self, result: PyTree, state: TrainState, event: str) -> TrainState:
         """Wait for the result of an exchange, and return the state with it."""
         jax.block_until_ready(result)
-        sync_state = state.opt_state[-1]
-        sync_state = sync_state._replace(local=self._spec.put(sync_state.local, event, result))
-        return state._replace(opt_state=(*state.opt_state[:-1], sync_state))
+        local = self._spec.put(state.exchange.local, event, result)
+        return state._replace(exchange=state.exchange._replace(local=local))
 
     def _completed(self, state: TrainState, event: str, t: int) -> TrainState:
         """Send what a restored state has in flight, if update `t` expects more than was sent."""
-        local = state.opt_state[-1].local
+        local = state.exchange.local
         is_behind = self._spec.is_behind(jax.tree.map(of_one_replica, local), event, t)
         if not is_behind or not _holds_whole_replicas(self._mesh, self._axis_name):
             return state

@@ -6,7 +6,7 @@ state has floating leaves, called statistics (such as BatchNorm's), and other le
 PRNG keys. A replica of weight 0 is idle: its batch counts for nothing.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -17,16 +17,17 @@ from jax import lax
 
 from ..._support.scopes import METRICS, MODEL_STATE
 from ..._support.types import AxisName, PyTree
-from ...embedding import Carry, WithVectors, added_rows, empty_rows, summed
+from ...embedding import Carry, WithVectors, added_rows, empty_rows, row_means
 from ...gradients.precision import DynamicLossScaleState, loss_scale_of, scaled_value_and_grad
 from ...gradients.sparse import Rows
 from ...mesh import from_first, is_shared, own_keys, place_key
 from ...tracing import FullLoss, as_quotient, ready_order
 from ...transform import ReplicaGroup, unless_idle
-from ...tree import added, at_least_float32, by_dtype, cast, kept_if, parts_of, zeros_like
+from ...tree import Weighted, added, at_least_float32, cast, parts_of, zeros_like
 from .._train_state import TrainState
 
 Metrics = dict[str, Any]
+_WEIGHTS = "weight", "loss_weight"  # metrics by which others are weighted
 ModelStateMode = Literal["sync_mean", "broadcast", "local"]
 
 
@@ -37,10 +38,10 @@ class GradientWindow(NamedTuple):
     batch is split; nothing is reduced between these before the update.
 
     Attributes:
-      totals: weighted sums of gradients, leaves (devices, *s), in at least float32.
-      metrics: weighted sums of metrics with "loss", leaves (replicas, ...), in at least float32.
+      grads: the gradients; leaves (devices, *s), weight (devices,). The weight of a batch is that
+        of the replica (1 without weights), or of the device's losses if these are pairs.
+      metrics: the metrics as `weighted_metrics` gives them, with a leading dimension (replicas,).
       model_state: model state after the last batch, leaves (devices, ...).
-      weight: (replicas,) float32, sum of the weights; None if batches have no weights.
       count: (replicas,) int32, batches so far; equal on all replicas.
       rows: dict by table of row numbers (devices, k) and weighted gradients (devices, k, *s) of the
         rows that a device holds. First come those in the room with which the window was opened, one
@@ -49,19 +50,20 @@ class GradientWindow(NamedTuple):
       refused: (replicas,) int32, ids so far that are in no table, or have no slot; if it is not 0
         the update will be skipped. None without tables.
       num_placed: (replicas,) int32, batches in the room; None without tables.
-      loss_weight: (devices,) float32, sum of the weights of losses that are pairs `(sum, weight)`,
-        by which gradients and losses are weighted; None for other losses.
     """
 
-    totals: PyTree
+    grads: Weighted
     metrics: Metrics
     model_state: PyTree
-    weight: jax.Array | None
     count: jax.Array
     rows: Rows
     refused: jax.Array | None = None
     num_placed: jax.Array | None = None
-    loss_weight: jax.Array | None = None
+
+    @property
+    def weight(self) -> jax.Array | None:
+        """Sum of the replica's weights, (replicas,) float32; None if batches have no weights."""
+        return self.metrics.get("weight")
 
 
 class StepInputs(NamedTuple):
@@ -84,7 +86,7 @@ class StepInputs(NamedTuple):
 
 # Role of each field, as `map_replicas` takes it.
 WINDOW_ROLES = GradientWindow._make(
-    ("device", "stacked", "device", *("stacked",) * 2, "device", *("stacked",) * 2, "device")
+    ("device", "stacked", "device", "stacked", "device", "stacked", "stacked")
 )
 INPUT_ROLES: Any = StepInputs._make(("batch", "stacked", WINDOW_ROLES, "device", "batch"))
 
@@ -209,7 +211,7 @@ class BatchGradients:
         data = LossData(inputs.batch, self._device_key(state), seen)
         # Only shapes and types are needed, so nothing is computed.
         like = jax.eval_shape(self._of_batch, state, data, inputs.weight)
-        return empty_window(like._replace(model_state=seen, weight=inputs.weight), num_batches)
+        return empty_window(like._replace(model_state=seen), num_batches)
 
     def collected(
         self, state: TrainState, inputs: StepInputs, *, fits: bool = False
@@ -218,18 +220,14 @@ class BatchGradients:
 
         `fits` says whether the window has room for the batch's rows of tables; if not, it grows.
 
-        Communication: over `inner_axes` one all-reduce of the metrics; none over replicas.
+        Communication: over `inner_axes` that of the metrics of a batch; none over replicas.
         """
         window = inputs.window
         assert window is not None, "`opened` makes the window of a first batch"
         key = jax.random.fold_in(self._device_key(state), window.count)
         data = LossData(inputs.batch, key, window.model_state)
         gradients = self._of_batch(state, data, inputs.weight)
-        counted = _counted(gradients, window.model_state)
-        # `added_to` multiplies metrics by the weight, so give it those before `_counted`, which
-        # has added the weight itself as a metric.
-        counted_in = counted._replace(metrics=gradients.metrics)
-        return added_to(window, counted_in, self.inner_axes, fits=fits), counted.metrics
+        return added_to(window, gradients, fits=fits), gradients.metrics
 
     def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
         """Return the metrics of a replica's batch, of which each device evaluates its part.
@@ -239,9 +237,7 @@ class BatchGradients:
         """
         data = LossData(inputs.batch, self._device_key(state), self._seen(state)[1])
         loss, (metrics, _) = self.at(state.params, data)
-        value, loss_weight = as_quotient(loss)
-        metrics = self._of_replica(with_loss(metrics, value), loss_weight)
-        return _with_weight(metrics, inputs.weight)
+        return self._of_replica(with_loss(metrics, *as_quotient(loss)), inputs.weight)
 
     def arguments(
         self, state: TrainState, inputs: StepInputs, *, collects: bool, parts: int
@@ -292,14 +288,13 @@ class BatchGradients:
             return as_value(as_quotient(self.at(params, data)[0])[0])
         parts = split_batch(batch, self.accumulate)
 
-        def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, Any]:
+        def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, Weighted]:
             loss, (_, state) = self.at(params, LossData(*x, state))
-            value, weight = as_quotient(loss)
-            return state, (as_value(value), weight)
+            return state, Weighted.of(*as_quotient(loss))
 
         keys = jax.random.split(key, self.accumulate)
-        _, (values, weights) = lax.scan(one, model_state, (parts, keys))
-        return values.mean() if weights is None else (values * weights).sum() / weights.sum()
+        _, terms = lax.scan(one, model_state, (parts, keys))
+        return jax.tree.map(lambda x: x.sum(0), terms).mean
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...]:
         """Return the order in which the backward pass completes the gradients of the leaves.
@@ -328,10 +323,11 @@ class BatchGradients:
         return before, own_keys(before, self.inner_axes, inside=True)
 
     def _of_batch(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
-        """Return the gradients of a batch; `weight`, the replica's, is only passed on."""
-        (metrics, model_state, share), grads, _ = self.differentiated(state, state.params, *data)
-        metrics = self._of_replica(metrics, share)
-        return Gradients(grads, metrics, model_state, weight, data, {}, loss_weight=share)
+        """Return the gradients of a batch; `weight` is the replica's."""
+        (metrics, model_state), grads, _ = self.differentiated(state, state.params, *data)
+        loss_weight = metrics.get("loss_weight")
+        metrics = self._of_replica(metrics, weight)
+        return Gradients(grads, metrics, model_state, weight, data, {}, loss_weight=loss_weight)
 
     def differentiated(
         self, state: TrainState, params: PyTree, batch: PyTree, key: jax.Array, model_state: PyTree
@@ -350,26 +346,31 @@ class BatchGradients:
         """Make model state equal on all devices of a replica; that of an idle one is `before`."""
         with jax.named_scope(f"{MODEL_STATE}/inner"):
             model_state = agree_inside(gradients.model_state, self.inner_axes)
-        return _counted(gradients._replace(model_state=model_state), before)
+        model_state = kept_if_idle(gradients.weight, model_state, before)
+        return gradients._replace(model_state=model_state)
 
-    def _of_replica(self, metrics: Metrics, loss_weight: jax.Array | None) -> Metrics:
-        """Return the means of a device's metrics over all devices of its replica.
+    def _of_replica(self, metrics: Metrics, weight: jax.Array | None) -> Metrics:
+        """Return the means of a device's metrics over its replica, whose weight is a metric, too.
 
-        If losses have weights, that of the loss is weighted, and the sum of the weights is a
-        metric, too.
+        They are zeros on an idle replica. "loss_weight" is the sum over the devices.
+
+        Communication: over `inner_axes` one all-reduce per dtype of metrics.
         """
-        if loss_weight is not None:
-            whole = summed_over(loss_weight, self.inner_axes)
-            if self.inner_axes:
-                share = loss_weight / whole * lax.axis_size(self.inner_axes)
-                metrics = {**metrics, "loss": as_value(metrics["loss"]) * share}
-            metrics = {**metrics, "loss_weight": whole}
-        if not self.inner_axes:
-            return metrics
-        with jax.named_scope(METRICS):
-            leaves, treedef = jax.tree.flatten(averaged(metrics))
-            means = mean_over([_as_floats(x) for x in leaves], self.inner_axes)
-            return treedef.unflatten([x[0] if len(x) == 1 else lax.complex(*x) for x in means])
+        if axes := self.inner_axes:
+            is_pair = "loss_weight" in metrics
+            if is_pair:
+                terms = Weighted.of(metrics["loss"], metrics["loss_weight"])
+                metrics = {**metrics, "loss": terms.sum}
+            with jax.named_scope(METRICS):
+                leaves, treedef = jax.tree.flatten(metrics)
+                means = mean_over([_as_floats(x) for x in leaves], axes)
+                parts = [x[0] if len(x) == 1 else lax.complex(*x) for x in means]
+                metrics = treedef.unflatten(parts)
+            if is_pair:
+                of_loss = Weighted(metrics["loss"], metrics["loss_weight"])
+                whole = of_loss.weight * lax.axis_size(axes)
+                metrics = {**metrics, "loss": of_loss.mean, "loss_weight": whole}
+        return metrics if weight is None else {**unless_idle(metrics, weight), "weight": weight}
 
 
 def value_and_gradients(
@@ -382,16 +383,15 @@ def value_and_gradients(
     *,
     accumulate: int,
     divides: bool = True,
-) -> tuple[tuple[Metrics, PyTree, jax.Array | None], PyTree, PyTree]:
+) -> tuple[tuple[Metrics, PyTree], PyTree, PyTree]:
     """Return results and mean gradients over `accumulate` microbatches of a batch.
 
-    The results are metrics, model state, and the weight of losses that are pairs `(sum, weight)`,
-    by which losses and gradients of microbatches are weighted; None for others. Metrics include the
-    loss. Gradients and the loss are summed in at least float32 and returned in their own dtypes;
-    model state passes from microbatch to microbatch. With a `scale`, gradients are taken of the
-    loss times `scale`, and divided by it again unless `divides` is False; the loss is then at least
-    float32. The last result is the gradient of the vectors of a batch `WithVectors`, per example;
-    None for other batches.
+    The results are metrics, as `with_loss` returns them, and model state. Gradients and the loss
+    are summed in at least float32 and returned in their own dtypes; losses that are pairs
+    `(sum, weight)`, and their gradients, are weighted. Model state passes from microbatch to
+    microbatch. With a `scale`, gradients are taken of the loss times `scale`, and divided by it
+    again unless `divides` is False; the loss is then at least float32. The last result is the
+    gradient of the vectors of a batch `WithVectors`, per example; None for other batches.
 
     Communication: none, whatever the number of microbatches.
     """
@@ -413,35 +413,25 @@ def value_and_gradients(
         both = params, part.embedded if isinstance(part, WithVectors) else None
         (value, aux), (grads, embedded_grads) = differentiate(both, part, key, state)
         weight, (metrics, state) = aux
-        return (with_loss(metrics, value), state, weight), grads, embedded_grads
+        return (with_loss(metrics, value, weight), state), grads, embedded_grads
 
     if accumulate == 1:
         return one(model_state, batch, rng)
     parts, keys = split_batch(batch, accumulate), jax.random.split(rng, accumulate)
     first = jax.tree.map(lambda x: x[0], parts)
-    (metrics, _, weight), grads, _ = jax.eval_shape(one, model_state, first, keys[0])
-    kinds = averaged(metrics), grads, weight
-    totals = jax.tree.map(wide_zeros, kinds)
+    (like, _), *_ = jax.eval_shape(one, model_state, first, keys[0])
 
     def add(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
-        totals, state = carry
-        (metrics, state, weight), grads, embedded_grads = one(state, *x)
-        if weight is not None:
-            metrics = {**metrics, "loss": _weighted(metrics["loss"], weight)}
-            grads = _weighted(grads, weight)
-        terms = metrics, grads, weight
-        totals = jax.tree.map(lambda t, x: t + x.astype(t.dtype), totals, terms)
-        return (totals, state), embedded_grads
+        sums, state = carry
+        (metrics, state), grads, embedded_grads = one(state, *x)
+        terms = _terms(grads, metrics, metrics.get("loss_weight"))
+        return (jax.tree.map(added, sums, terms), state), embedded_grads
 
-    (totals, model_state), embedded_grads = lax.scan(add, (totals, model_state), (parts, keys))
-    metrics, grads, weight = totals
-    if weight is not None:
-        # The divisor of the loss and of gradients is the sum of weights, and not their number.
-        share = by_dtype(accumulate / weight)
-        metrics = {**metrics, "loss": metrics["loss"] * share(metrics["loss"].dtype)}
-        grads = jax.tree.map(lambda g: g * share(g.dtype), grads)
-    means = jax.tree.map(lambda t, s: (t / accumulate).astype(s.dtype), (metrics, grads), kinds[:2])
-    metrics, grads = means
+    zeros = _zero_sums(params, like, like.get("loss_weight"))
+    (sums, model_state), embedded_grads = lax.scan(add, (zeros, model_state), (parts, keys))
+    grads = jax.tree.map(lambda g, p: cast(g, p.dtype), sums[0].mean, params)
+    metrics = mean_metrics(sums[1])
+    metrics = {**metrics, "loss": cast(metrics["loss"], like["loss"].dtype)}
 
     def joined(g: jax.Array, embedded: jax.Array) -> jax.Array:
         # An example has a gradient in its own microbatch only. One that all share has one in each.
@@ -450,7 +440,7 @@ def value_and_gradients(
 
     if isinstance(batch, WithVectors):
         embedded_grads = jax.tree.map(joined, embedded_grads, batch.embedded)
-    return (metrics, model_state, weight), grads, embedded_grads
+    return (metrics, model_state), grads, embedded_grads
 
 
 def split_batch(batch: PyTree, parts: int) -> PyTree:
@@ -474,7 +464,17 @@ def split_batch(batch: PyTree, parts: int) -> PyTree:
     return jax.tree.map(split, batch)
 
 
-# Windows.
+# Sums over microbatches, and over the batches of a window.
+
+
+def _terms(grads: PyTree, metrics: Metrics, share: jax.Array | None) -> tuple[Weighted, Metrics]:
+    """Return what a batch, or a part of one, adds to sums; `share` is its gradients' weight."""
+    return Weighted.of(grads, share), weighted_metrics(metrics)
+
+
+def _zero_sums(*like: PyTree) -> tuple[Weighted, Metrics]:
+    """Return zeros to which `_terms` are added, from types of its arguments."""
+    return jax.tree.map(zeros_like, jax.eval_shape(_terms, *like))
 
 
 def empty_window(like: Gradients, num_batches: int) -> GradientWindow:
@@ -484,41 +484,35 @@ def empty_window(like: Gradients, num_batches: int) -> GradientWindow:
     other fields are used.
     """
     count = jnp.zeros([], jnp.int32)
+    share = like.weight if like.loss_weight is None else like.loss_weight
+    grads, metrics = _zero_sums(like.grads, like.metrics, share)
     return GradientWindow(
-        jax.tree.map(wide_zeros, like.grads),
-        jax.tree.map(wide_zeros, averaged(like.metrics)),
+        grads,
+        metrics,
         like.model_state,
-        None if like.weight is None else jnp.zeros_like(like.weight),
         count,
         empty_rows(like.rows, num_batches),
         jax.tree.map(zeros_like, like.refused),
         count if like.rows else None,
-        jax.tree.map(zeros_like, like.loss_weight),
     )
 
 
-def added_to(
-    window: GradientWindow, gradients: Gradients, inner_axes: tuple[str, ...], *, fits: bool
-) -> GradientWindow:
+def added_to(window: GradientWindow, gradients: Gradients, *, fits: bool) -> GradientWindow:
     """Return the window with one more batch; `fits` says whether there is room for its rows.
 
-    Communication: for losses with weights 4 bytes over `inner_axes`; else none.
+    Communication: none.
     """
     weight, place = gradients.weight, window.num_placed if fits else None
-    share, metrics = gradients.share, _weighted(averaged(gradients.metrics), weight)
-    if gradients.loss_weight is not None and share is not None:
-        loss, whole = gradients.metrics["loss"], summed_over(share, inner_axes)
-        metrics = {**metrics, "loss": _weighted(loss, whole), "loss_weight": whole}
+    terms = _terms(gradients.grads, gradients.metrics, gradients.share)
+    grads, metrics = jax.tree.map(added, (window.grads, window.metrics), terms)
     return GradientWindow(
-        jax.tree.map(added, window.totals, _weighted(gradients.grads, share)),
-        jax.tree.map(added, window.metrics, metrics),
-        gradients.model_state,
-        None if window.weight is None or weight is None else window.weight + weight,
+        grads,
+        metrics,
+        kept_if_idle(weight, gradients.model_state, window.model_state),
         window.count + 1,
         added_rows(window.rows, gradients.rows, weight, place),
         jax.tree.map(jnp.add, window.refused, gradients.refused),
         window.num_placed if place is None else place + 1,
-        None if gradients.loss_weight is None else jax.tree.map(jnp.add, window.loss_weight, share),
     )
 
 
@@ -527,44 +521,12 @@ def means_of(window: GradientWindow) -> Gradients:
 
     They are zeros on a replica that was idle.
     """
-
-    def over(tree: PyTree, divisor: Any) -> PyTree:
-        return jax.tree.map(lambda x: x / divisor(x.dtype), tree)
-
-    divisor = by_dtype(window.count) if window.weight is None else _unless_zero(window.weight)
-    metrics, of_grads = over(window.metrics, divisor), divisor
-    if window.loss_weight is not None:
-        loss, whole = window.metrics["loss"], window.metrics["loss_weight"]
-        metrics = {**metrics, "loss": over(loss, _unless_zero(whole)), "loss_weight": whole}
-        of_grads = _unless_zero(window.loss_weight)
+    metrics, of_grads = mean_metrics(window.metrics), window.grads.weight
     return Gradients(
-        *(over(window.totals, of_grads), metrics, window.model_state, window.weight, None),
-        *(summed(window.rows, divisor), window.refused, window.loss_weight),
+        *(window.grads.mean, metrics, window.model_state, window.weight, None),
+        *(row_means(window.rows, of_grads), window.refused),
+        of_grads if "loss_weight" in metrics else None,
     )
-
-
-def _unless_zero(weight: jax.Array) -> Callable[[Any], jax.Array]:
-    """Return the weight by dtype; instead of 0 infinity, which makes the sums of idle ones 0."""
-    return by_dtype(jnp.where(weight > 0, weight, jnp.inf))
-
-
-def summed_over(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Return the sum over these axes; `x` without any."""
-    return lax.psum(x, axes) if axes else x
-
-
-def _weighted(tree: PyTree, weight: jax.Array | None) -> PyTree:
-    """Return the tree in at least float32, times the weight; zeros for weight 0, even for NaN."""
-    wide = jax.tree.map(lambda x: cast(x, at_least_float32(x.dtype)), tree)
-    if weight is None:
-        return wide
-    counts, factor = weight > 0, by_dtype(weight)
-    return jax.tree.map(lambda x: kept_if(counts, x * factor(x.dtype)), wide)
-
-
-def wide_zeros(kind: Any) -> jax.Array:
-    """Return zeros of a type, but in at least float32, to which values of the type are added."""
-    return zeros_like(kind.update(dtype=at_least_float32(kind.dtype)))
 
 
 # Metrics.
@@ -575,14 +537,16 @@ def as_value(loss: jax.Array) -> jax.Array:
     return loss.astype(at_least_float32(loss.dtype))
 
 
-def with_loss(metrics: Mapping[str, Any], loss: jax.Array) -> Metrics:
-    """Return a loss function's metrics with the loss.
+def with_loss(
+    metrics: Mapping[str, Any], loss: jax.Array, weight: jax.Array | None = None
+) -> Metrics:
+    """Return a loss function's metrics with the loss, and its weight if losses are pairs.
 
     Raises:
       ValueError: a metric called "loss", "weight" or "loss_weight".
     """
-    taken = "weight", "loss_weight"
-    return joined(jax.tree.map(_as_metric, dict(metrics)), {"loss": loss}, taken)
+    more = {"loss": loss} if weight is None else {"loss": loss, "loss_weight": weight}
+    return joined(jax.tree.map(_as_metric, dict(metrics)), more, _WEIGHTS)
 
 
 def joined(metrics: Metrics, more: Mapping[str, Any], taken: tuple[str, ...] = ()) -> Metrics:
@@ -599,16 +563,29 @@ def joined(metrics: Metrics, more: Mapping[str, Any], taken: tuple[str, ...] = (
     return {**metrics, **more}
 
 
-def averaged(metrics: PyTree) -> PyTree:
-    """Return metrics, arrays or types, in dtypes that hold their means."""
+def weight_of(name: str, metrics: Mapping[str, Any]) -> Any:
+    """Return the weight of a metric in means over batches or replicas; None if all are equal.
 
-    def one(x: Any) -> Any:
-        if not jnp.issubdtype(x.dtype, jnp.integer):
-            return x
-        is_type = isinstance(x, jax.ShapeDtypeStruct)
-        return x.update(dtype=jnp.float32) if is_type else x.astype(jnp.float32)
+    It is "loss_weight" for the loss of pairs `(sum, weight)`, and else "weight". These two have
+    none: they are sums.
+    """
+    if name in _WEIGHTS:
+        return None
+    weight = metrics.get("weight")
+    return metrics.get("loss_weight", weight) if name == "loss" else weight
 
-    return jax.tree.map(one, metrics)
+
+def weighted_metrics(metrics: Mapping[str, Any]) -> Metrics:
+    """Return what the metrics of a batch add to sums over batches."""
+    return {
+        name: x if name in _WEIGHTS else Weighted.of(x, weight_of(name, metrics))
+        for name, x in metrics.items()
+    }
+
+
+def mean_metrics(sums: Metrics) -> Metrics:
+    """Return the means of sums of `weighted_metrics`, and the sums of the weights."""
+    return {name: x.mean if isinstance(x, Weighted) else x for name, x in sums.items()}
 
 
 def _as_metric(x: Any) -> jax.Array:
@@ -619,26 +596,10 @@ def _as_metric(x: Any) -> jax.Array:
 
 
 def _as_floats(x: jax.Array) -> tuple[jax.Array, ...]:
-    """Return a float alone, and a complex number as its two parts."""
-    return (x.real, x.imag) if jnp.issubdtype(x.dtype, jnp.complexfloating) else (x,)
-
-
-def _counted(gradients: Gradients, before: PyTree) -> Gradients:
-    """Return the gradients with the weight as a metric, if replicas have weights.
-
-    On an idle replica all metrics are then 0, and the model state is `before`.
-    """
-    if gradients.weight is None:
-        return gradients
-    model_state = kept_if_idle(gradients.weight, gradients.model_state, before)
-    return gradients._replace(
-        metrics=_with_weight(gradients.metrics, gradients.weight), model_state=model_state
-    )
-
-
-def _with_weight(metrics: Metrics, weight: jax.Array | None) -> Metrics:
-    """Return metrics with "weight", for weighted means over replicas; zeros on an idle replica."""
-    return metrics if weight is None else {**unless_idle(metrics, weight), "weight": weight}
+    """Return a metric as floats, to take a mean of: a complex number as its two parts."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x.real, x.imag
+    return (x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.integer) else x,)
 
 
 # Model state.
@@ -714,6 +675,8 @@ def agree_inside(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
     return jax.tree.map(lambda x: x if _floating(x) else first(x), mean_over(tree, inner_axes))
 
 
-def kept_if_idle(weight: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+def kept_if_idle(weight: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
     """Return `new`, or `old` on an idle replica, one of weight 0."""
+    if weight is None:
+        return new
     return jax.tree.map(lambda n, o: jnp.where(weight > 0, n, o), new, old)

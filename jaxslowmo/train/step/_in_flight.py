@@ -27,24 +27,29 @@ class StepsInFlight:
 
     def __init__(self) -> None:
         self._results: deque[jax.Array] = deque()
-        self._is_on_cpu: bool | None = None  # None before the first result
+        self._can_hang: bool | None = None  # None before the first result
 
     def admit(self, result: jax.Array) -> None:
-        """Record a started step; on CPU, wait until at most `MAX_STEPS` are unfinished.
+        """Record a started step; wait until at most `MAX_STEPS` are unfinished, if they could hang.
+
+        That is where the process runs the step on several CPU devices.
 
         Args:
           result: a result of the step that no later call donates.
 
         Communication: none.
         """
-        if isinstance(result, Tracer):
+        if self._can_hang is False or isinstance(result, Tracer):
             return
-        if self._is_on_cpu is None:
-            self._is_on_cpu = _is_on_cpu(result)
-        if self._is_on_cpu:
-            self._results.append(result)
+        if self._can_hang is None:
+            # One device runs its programs one after the other, on any thread.
+            self._can_hang = _is_on_cpu(result) and len(result.addressable_shards) > 1
+        self._results.append(result)
         if len(self._results) > MAX_STEPS:
-            jax.block_until_ready(self._results.popleft())
+            # A thread that waits is woken by the kernel, which costs half of a small step, so one
+            # wait serves several steps. They end in their order.
+            ended = [self._results.popleft() for _ in range(MAX_STEPS // 2)]
+            jax.block_until_ready(ended[-1])
 
 
 def bounded(step: Callable[..., Any]) -> "BoundedStep":

@@ -10,7 +10,7 @@ from ..._support.checks import as_int, check_choice, checks_flags
 from ..._support.types import AxisName, PyTree
 from ...embedding import Embeddings, lookup_of
 from ...gradients.precision import Policy, computing_in
-from ...mesh import AnyMesh, replica_count
+from ...mesh import AnyMesh, MapWith, replica_count
 from ...tracing import FullLoss, as_full_loss
 from ...transform import LossProgram, ParameterTransform, over_stages, spec_of
 from .._batches import HostBatch
@@ -40,6 +40,7 @@ def make_train_step(
     embeddings: Embeddings | None = None,
     policy: Policy | None = None,
     compiler_options: Mapping[str, str | int | float | bool] | None = None,
+    map_with: MapWith = "shard_map",
 ) -> TrainStep:
     """Build a data-parallel training step over replicas.
 
@@ -65,8 +66,9 @@ def make_train_step(
       donate: whether to reuse the state's buffers for the new state.
       embeddings: tables made by `js.embeddings`; `loss_fn` also takes `embedded`, their vectors.
       policy: the dtype in which `loss_fn` computes; None keeps those of parameters and batch.
-      compiler_options: options of the compiler by name, for every program of the step, such as
-        `js.recommended_compiler_options(mesh)`.
+      compiler_options: options of the compiler by name; see `js.recommended_compiler_options`.
+      map_with: how the loss is mapped over replicas of several devices: `"vmap"` is for models that
+        hold `shard_map`s with a mesh of their own.
 
     Returns:
       A `TrainStep`: `step(state, batch) -> (state, metrics)`; `step.init(params)` makes the state.
@@ -74,14 +76,14 @@ def make_train_step(
     Raises:
       ValueError: an invalid value, arguments that exclude each other, or a transform in the wrong
         place; also when `init` or the first step is traced.
-      UserWarning: once, if `sync` exchanges between the updates of `optax.MultiSteps` or
-        `optax.contrib.sam`, and for a float16 policy without `js.dynamic_loss_scale`.
+      UserWarning: once, for settings that are legal and hardly meant.
 
     Communication: what `gradients` and `sync` state, once per update; one all-reduce of the model
       state's bytes where it is averaged; over inner axes one all-reduce each of metrics and model
       state; at most 12 bytes more for an optimizer that reads the loss, 4 with `embeddings`.
     """
     settings = {
+        "loss_fn": loss_fn,
         "optimizer": optimizer,
         "gradients": gradients,
         "sync": sync,
@@ -92,12 +94,14 @@ def make_train_step(
         "embeddings": embeddings,
         "policy": policy,
         "compiler_options": compiler_options,
+        "map_with": map_with,
     }
     replica_count("make_train_step", mesh, axis_name)
     choices = {
         "mode": (mode, Mode),
         "model_state": (model_state, ModelStateMode),
         "host_batch": (host_batch, HostBatch),
+        "map_with": (map_with, MapWith),
     }
     for argument, (value, kind) in choices.items():
         check_choice(argument, value, kind)
@@ -131,6 +135,15 @@ def make_train_step(
     lookup = None if embeddings is None else lookup_of(embeddings, mesh, axis_name)
     program = LossProgram.of(loss_fn)
     program.check_mesh(mesh)
+    if map_with == "vmap":
+        what = "`embeddings`" if embeddings is not None else None
+        what = '`model_state`="broadcast"' if model_state == "broadcast" else what
+        what = "a pipelined `loss_fn`" if program.param_types is not None else what
+        if what is not None:
+            raise ValueError(
+                f'`map_with`="vmap" maps the loss alone, and {what} communicates in it by itself: '
+                'use map_with="shard_map".'
+            )
     loss = as_full_loss(program.weighted or loss_fn)
     if program.dispatch is not None:
         loss = of_results(loss, policy)
@@ -161,6 +174,7 @@ def make_train_step(
         independent=independent,
         policy=policy,
         cuts=cuts,
+        map_with=map_with,
     )
     if lookup is not None:
         step = UpdateWithTables.of(step, lookup)

@@ -3,27 +3,54 @@
 import dataclasses
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import optax
+from jax.sharding import PartitionSpec as P
 
 from ..._support.types import AxisName, PyTree
 from ...gradients.precision import Policy
 from ...gradients.reducer import ReadyOrder, mean_gradients
-from ...mesh import AnyMesh, axis_names, laid_out, replicate, specs_key
+from ...mesh import (
+    AnyMesh,
+    MapWith,
+    VirtualMesh,
+    axis_names,
+    inner_specs,
+    laid_out,
+    model_axes,
+    replicate,
+    sum_over,
+)
 from ...transform import (
     GradientTransform,
     LossProgram,
     ParameterTransform,
     chain,
+    first_states,
     holds_state,
     layouts_known,
-    no_exchange,
     spec_of,
 )
-from .._train_state import StateLayout, TrainState
-from ._gradients import BatchGradients, Gradients, summed_over
+from .._train_state import TrainState
+from ._gradients import BatchGradients, Gradients
+
+
+class Layout(NamedTuple):
+    """How the leaves of a step's parameters are sharded inside a replica.
+
+    Attributes:
+      axes: the axes over which some leaf is sharded; the compiler handles them.
+      specs: a `PartitionSpec` per leaf over these axes; None if there are no such axes.
+      inner_axes: axes inside a replica over which its batch is split.
+      data_axes: all axes over which a batch is split, replica axes first.
+    """
+
+    axes: frozenset[str]
+    specs: PyTree | None
+    inner_axes: tuple[str, ...]
+    data_axes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -40,6 +67,7 @@ class Parts:
       independent: whether `sync` is "none": replicas may train independently.
       policy: dtypes in which the loss function computes; None: those of its arguments.
       cuts: number of parts of a batch for which a loss function is dispatched one after the other.
+      map_with: how the loss of one replica is mapped over replicas of several devices.
       param_specs: specs of the parameters over axes inside a replica that the compiler handles;
         None without such axes.
     """
@@ -53,6 +81,7 @@ class Parts:
     independent: bool = False
     policy: Policy | None = None
     cuts: int = 1
+    map_with: MapWith = "shard_map"
     param_specs: PyTree | None = None
 
     # What an update asks.
@@ -84,7 +113,7 @@ class Parts:
         share = gathered.share
         if gathered.loss_weight is None or share is None or not self.inner_axes:
             return share, share
-        of_replica = summed_over(share, self.inner_axes)
+        of_replica = sum_over(share, self.inner_axes)
         return of_replica if axes == self.inner_axes else share, of_replica
 
     def lacking(self, state: PyTree, inner_axes: tuple[str, ...] | None = None) -> tuple[str, ...]:
@@ -107,7 +136,7 @@ class Parts:
         order of leaves: a pipeline finishes all gradients with the last microbatch.
         """
         find = cache(partial(self.batches.ready_order, state, like))
-        return find if self.program.param_types is None else None
+        return find if self.program.param_types is None and self.map_with != "vmap" else None
 
     def never_meets(self, averaged: set[str], optimizer_state: PyTree) -> bool:
         """Return whether nothing makes replicas agree; `averaged` are axes of `gradients`."""
@@ -127,14 +156,18 @@ class Parts:
     # The states of its parts, and their layout.
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
-        """Return the transforms as one, whose states a train state holds."""
-        last = no_exchange() if self.sync is None else self.sync
-        return with_layouts(chain(*self.before_sync(), last))
-
-    def before_sync(self) -> list[optax.GradientTransformation]:
-        """Return gradient transform and optimizer, each with one state also if it is a chain."""
+        """Return gradient transform and optimizer as one, each with one state."""
         given = self.gradients or optax.identity(), self.optimizer
-        return [part._replace(init=part.init) for part in given]
+        return with_layouts(chain(*(part._replace(init=part.init) for part in given)))
+
+    def first_exchange(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
+        """Return the first local and shared state of `sync`, for stacked parameters."""
+        if self.sync is None:
+            return (), ()
+        axes = model_axes(stacked, mesh, self.axis_name)
+        specs = inner_specs(stacked, axes) if axes else None
+        where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name, "param_specs": specs}
+        return first_states(self.sync, stacked, **where)
 
     def dense(self, tree: PyTree) -> PyTree:
         """Return the part of a tree like the parameters that `optimizer` updates: all of it."""
@@ -157,15 +190,20 @@ class Parts:
 
     def layout(
         self, mesh: AnyMesh, axes: frozenset[str], specs: PyTree | None, params: PyTree
-    ) -> StateLayout:
+    ) -> Layout:
         """Return the layout of states whose parameters have these specs over these axes."""
-        del params  # None before the first state
         replicas = axis_names(self.axis_name)
         inner = tuple(a for a in mesh.axis_names if a not in {*replicas, *axes})
-        key = None if specs is None else specs_key(specs)
-        return StateLayout(mesh, self.axis_name, axes, specs, key, inner, (*replicas, *inner))
+        data_axes = (*replicas, *inner)
+        if self.map_with == "vmap" and not isinstance(mesh, VirtualMesh):
+            # All axes inside a replica are the compiler's; a loss sees the whole replica's batch.
+            axes = frozenset(mesh.axis_names) - {*replicas}
+            if specs is None and params is not None:
+                specs = jax.tree.map(lambda _: P(), params)
+            return Layout(axes, specs, (), data_axes)
+        return Layout(axes, specs, inner, data_axes)
 
-    def laid_out(self, layout: StateLayout) -> Self:
+    def laid_out(self, layout: Layout) -> Self:
         """Return this update for a layout."""
         batches = dataclasses.replace(self.batches, inner_axes=layout.inner_axes)
         sync, specs = self.sync, layout.specs

@@ -4,13 +4,25 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import CompilerOptions, PyTree
-from ...mesh import AnyMesh, VirtualMesh, laid_out, map_replicas, roles_of_batch
-from .._train_state import StateLayout, TrainState
-from ._gradients import INPUT_ROLES, WINDOW_ROLES, GradientWindow, StepInputs
+from ...mesh import (
+    AnyMesh,
+    MapWith,
+    Roles,
+    VirtualMesh,
+    axis_names,
+    laid_out,
+    map_replicas,
+    roles_of_batch,
+)
+from ...tree import Weighted
+from .._train_state import TrainState
+from ._gradients import INPUT_ROLES, WINDOW_ROLES, GradientWindow, Metrics, StepInputs
+from ._parts import Layout
 from ._update import Update
 
 Share = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
@@ -46,50 +58,77 @@ EVALUATE = Task("evaluated", "metrics")
 def build(
     task: Task,
     update: Update,
-    layout: StateLayout,
+    layout: Layout,
     mesh: AnyMesh | AbstractMesh,
     *,
     donates: bool,
     compiler_options: CompilerOptions,
     out_shardings: Any = None,
 ) -> Any:
-    """Build `program(state=, batch=, ...)`, which takes the fields of `StepInputs` by name."""
+    """Build `program(state, *inputs)`, where `inputs` is a `StepInputs`."""
     static = dict(task.static)
     if "like" in static:
         static["like"] = jax.tree.unflatten(*static["like"])
 
+    def mapped(
+        fn: Callable[..., Any],
+        in_roles: tuple[Roles, ...],
+        out_roles: Roles,
+        map_with: MapWith = "shard_map",
+    ) -> Callable[..., Any]:
+        def per_replica(state: Any, *inputs: Any) -> Any:
+            if layout.specs is not None and isinstance(state, TrainState):
+                state = state._replace(params=laid_out(state.params, layout.specs))
+            return fn(state, *inputs)
+
+        return map_replicas(
+            per_replica,
+            mesh=mesh,
+            axis_name=update.axis_name,
+            in_roles=update.roles(in_roles),
+            out_roles=update.roles(out_roles),
+            automatic=layout.axes,
+            map_with=map_with,
+        )
+
     def per_replica(state: TrainState, *inputs: Any) -> Any:
-        if layout.specs is not None:
-            state = state._replace(params=laid_out(state.params, layout.specs))
         return getattr(update, task.method)(state, StepInputs(*inputs), **static)
 
-    def program(*, state: TrainState, **inputs: Any) -> Any:
-        given = StepInputs(**inputs)
-        batch, upcoming = roles_of_batch(given.batch), roles_of_batch(given.upcoming)
-        roles = INPUT_ROLES._replace(batch=batch, upcoming=upcoming)
-        if given.window is None:
+    def program(
+        state: TrainState,
+        batch: Any = None,
+        weight: Any = None,
+        window: Any = None,
+        carry: Any = None,
+        upcoming: Any = None,
+    ) -> Any:
+        given = StepInputs(batch, weight, window, carry, upcoming)
+        of_batch = roles_of_batch(batch)
+        roles = INPUT_ROLES._replace(batch=of_batch, upcoming=roles_of_batch(upcoming))
+        if window is None:
             roles = roles._replace(window="shared")
+        if task.method in ("updated", "scanned"):
+            return update.across(mapped, mesh, state, given, roles, **static)
         # The batch of a dispatched loss function is a result only if it is cast.
-        seen = batch if update.policy is not None else "batch"
+        seen = of_batch if update.policy is not None else "batch"
         results = {
-            "state": "stacked",
             "metrics": "stacked",
             "carry": "device",
             "window": WINDOW_ROLES,
             "arguments": ("stacked", seen, "device", "device"),
         }
-        mapped = map_replicas(
-            per_replica,
-            mesh=mesh,
-            axis_name=update.axis_name,
-            in_roles=update.roles(("stacked", *roles)),
-            out_roles=update.roles(jax.tree.map(results.__getitem__, task.results)),
-            automatic=layout.axes,
-        )
-        return mapped(state, *given)
+        state = state._replace(exchange=state.exchange._replace(shared=()))
+        out = jax.tree.map(results.__getitem__, task.results)
+        return mapped(per_replica, ("stacked", *roles), out, update.map_with)(state, *given)
+
+    def scanned(state: TrainState, batch: PyTree, weight: Any = None, *_: Any) -> Any:
+        def one(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+            return program(state, batch, weight)[:2]
+
+        return lax.scan(one, state, batch)
 
     return jax.jit(
-        program,
+        scanned if task.method == "scanned" else program,
         donate_argnames=task.donated if donates and task.donated else (),
         out_shardings=out_shardings,
         compiler_options=dict(compiler_options),
@@ -99,7 +138,7 @@ def build(
 def pinned(
     task: Task,
     update: Update,
-    layout: StateLayout,
+    layout: Layout,
     mesh: AnyMesh,
     state: TrainState,
     inputs: StepInputs,
@@ -107,27 +146,25 @@ def pinned(
     """Return the shardings of the results of a task, with None where the compiler may choose.
 
     If the compiler chose the placement of the new state, it might differ from the old one, and the
-    next step would compile again.
+    next step would compile again. `state` has the shardings of the step's states.
     """
-    first = layout.data_axes
-    assert not isinstance(mesh, VirtualMesh), "leaves are sharded on devices alone"
+    assert isinstance(mesh, Mesh), "virtual replicas have no shardings"
+    first = *axis_names(update.axis_name), *layout.inner_axes
     each = NamedSharding(mesh, P(first))
-
-    def places(tree: PyTree) -> PyTree:
-        return jax.tree.map(lambda x: x.sharding, tree)
 
     def of_window() -> Any:
         if inputs.window is not None:
-            return places(inputs.window)
-        totals = jax.tree.map(
-            lambda _, spec: NamedSharding(mesh, P(first, *spec)),
-            *(update.dense(state.params), update.dense(layout.specs)),
-        )
+            return jax.tree.map(lambda x: x.sharding, inputs.window)
+        dense = update.dense(state.params)
+        specs = update.dense(layout.specs)
+        if specs is None:
+            specs = jax.tree.map(lambda _: P(), dense)
+        totals = jax.tree.map(lambda _, spec: NamedSharding(mesh, P(first, *spec)), dense, specs)
         none: Any = GradientWindow._make([None] * len(GradientWindow._fields))
-        return none._replace(totals=totals, rows=each)
+        return none._replace(grads=Weighted(totals, each), rows=each)
 
     shardings: dict[str, Callable[[], Any]] = {
-        "state": lambda: places(state),
+        "state": lambda: state,
         "metrics": lambda: None,
         "carry": lambda: each,
         "arguments": lambda: None,
@@ -141,11 +178,3 @@ def abstract(mesh: VirtualMesh) -> AbstractMesh:
     return AbstractMesh(
         tuple(mesh.shape.values()), mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names)
     )
-
-
-def has_auto(mesh: AnyMesh, axes: frozenset[str]) -> bool:
-    """Return whether one of the axes is Auto; shardings over Explicit axes are in the types."""
-    if isinstance(mesh, VirtualMesh):
-        return False
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return any(types[axis] == AxisType.Auto for axis in axes)

@@ -1,11 +1,14 @@
 """The runner of a step's programs: the layout of its states, its programs, its counters."""
 
+import itertools
+import operator
 import weakref
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
@@ -15,20 +18,24 @@ from ..._support.types import CompilerOptions, Phase, PyTree
 from ...embedding import Ahead, Carry, Lookup
 from ...mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, model_axes
 from ...tracing import ready_order
-from .._batches import HostBatch, Placing, as_arrays
+from ...transform import ReplicaGroup, of_one, shardings
+from ...tree import leaf_names
+from .._batches import HostBatch, Placing, as_arrays, on_devices
 from .._hyperparams import NumberPlaces, number_places, replace_numbers
-from .._train_state import StateLayout, TrainState
+from .._train_state import TrainState
 from . import _programs as programs
 from ._beside_steps import BesideSteps
 from ._gradients import GradientWindow, Metrics, StepInputs, WithResults
 from ._in_flight import StepsInFlight
+from ._local_traffic import LocalTraffic
+from ._parts import Layout
 from ._programs import EVALUATE, Share, Task
+from ._settings import ComparedPrograms
 from ._states import (
-    blocks_in,
-    check_blocks,
     check_state,
     forget,
     of_one_replica,
+    refuse_another_model,
     refuse_another_optimizer,
     refuse_beyond,
     refuse_donated,
@@ -37,6 +44,7 @@ from ._states import (
     refuse_state_of_another_step,
     refuse_unusable_window,
     types_of_sync,
+    without_optimizer,
 )
 from ._update import Update
 
@@ -74,7 +82,7 @@ class Recent:
     """Facts that the host knows of the last few arrays on devices, such as a counter's value.
 
     Reading a counter from the device waits for the step that computes it. Here each is read at most
-    once, and the counters of later states follow from it. An entry belongs to one array, so several
+    once, and the counters of later states follow from it. An entry belongs to its array, so several
     states, also in several threads, do not get mixed up.
     """
 
@@ -82,19 +90,21 @@ class Recent:
         self._entries: tuple[tuple[weakref.ref[Any], Any], ...] = ()
 
     def get(self, array: Any) -> Any:
-        """Return what was noted of `array`; None if nothing was, or many others since."""
-        return next((value for ref, value in self._entries if ref() is array), None)
+        """Return what was noted of the array; None if nothing was, or of many others since."""
+        for ref, value in self._entries:
+            if ref() is array:
+                return value
+        return None
 
-    def note(self, array: Any, value: UpdateCounts | Room) -> None:
-        """Remember `value` of an array."""
-        self._entries = ((weakref.ref(array), value), *self._entries[: _NUM_RECENT - 1])
+    def note(self, value: Any, array: Any) -> None:
+        """Remember `value` of the array."""
+        self._entries = (weakref.ref(array), value), *self._entries[: _NUM_RECENT - 1]
 
 
 class Runner:
     """The runner of one training step's programs, shared by the step and its `AheadStep`.
 
-    A step has the layout of the first state that it makes or is given; a state of another layout
-    makes it change over, with programs of their own.
+    The states of a step lie as the first one that it makes or is given; later ones are moved there.
 
     Args:
       update: the parts of the step.
@@ -128,129 +138,194 @@ class Runner:
         self.lookup, self._ahead = lookup, None if lookup is None else Ahead()
         self.layout = update.layout(mesh, frozenset(), None, None)
         self.update = update.laid_out(self.layout)
-        self._is_fixed = False  # whether a state has said what the layout is
+        self.shardings: TrainState | None = None  # of the step's states; None before the first one
+        self._has_layout = False  # whether a state has said where the step's states lie
+        self._names: list[str] = []  # of the parameters of that state
+        self._has_moved = False  # whether a state was moved there, which is told once
         self._is_checked = False  # whether a state was checked
-        self._is_given_checked = False  # whether one was that another object made
         self._programs: dict[Any, Any] = {}
-        self._sync_types: dict[Any, Any] = {}  # of its state, by the structure of the parameters
+        self._compared = ComparedPrograms(mesh)
         self.placing = Placing(
             mesh, update.axis_name, host_batch, None if lookup is None else lookup.embeddings
         )
         self._in_flight = StepsInFlight()
+        self._traffic: LocalTraffic | None = None
+        if update.map_with == "vmap" and update.gradients is None and update.sync is not None:
+            self._traffic = LocalTraffic(mesh, update.axis_name)
         self._counts = Recent()
+        # The last state that a program has made: its counter, and the rest as long as that lives.
+        self._made: tuple[Any, tuple[Any, ...]] = (lambda: None, ())
+        self._right: set[Any] = set()  # kinds of states that were found to be right
         self._beside: BesideSteps | None = None
         self._numbers: NumberPlaces | None = None  # None before the first state
         self._collected: Share | None = None  # share of the last batch that went into a window
 
     # States.
 
-    def take(self, state: TrainState, *, updates: bool = True, runs: bool = True) -> None:
-        """Raise `ValueError` unless the step can use `state`, and take over its layout.
+    def take(self, state: TrainState, *, updates: bool = True, runs: bool = True) -> TrainState:
+        """Return a state where the step's states lie; raise `ValueError` for one that is none.
 
         Args:
           state: the state.
           updates: whether its optimizer state is used.
           runs: whether a program takes it; if not, it may have been donated.
         """
-        is_own = self._made(state)
-        if not is_own:
-            refuse_non_state(state)
+        if self._is_own(state):
+            if runs and state.step.is_deleted():
+                refuse_donated(state)
+            return state
+        refuse_non_state(state)
         if runs:
             refuse_donated(state)
-        if is_own:
-            return
+        leaves, structure = jax.tree.flatten(state)
+        places = tuple(map(on_devices, leaves))
+        kind = None if None in places else (structure, places, updates)
+        if kind in self._right:
+            return state
         refuse_other_replicas(state, self.parts, self.mesh)
         if updates:
             refuse_state_of_another_step(state, self.parts, self._types_of_sync)
-        self._lay_out(state)
-        if updates and not self._is_given_checked:
-            refuse_another_optimizer(state, self.parts, self.mesh)
+        is_first = not self._is_checked
+        state = self._placed(state)
+        if updates:
+            if is_first:
+                refuse_another_optimizer(state, self.parts, self.mesh)
             self.check(state)
-            self._is_given_checked = True
+        if kind is not None and all(map(operator.is_, leaves, jax.tree.leaves(state))):
+            self._right.add(kind)
+        return state
 
-    def _types_of_sync(self, params: PyTree) -> PyTree:
-        """Return types of the state that `sync` makes of such parameters; its structure matters."""
-        kind, sync = jax.tree.structure(params), self.parts.sync
-        if kind not in self._sync_types:
-            assert sync is not None, "its state is compared"
-            self._sync_types[kind] = types_of_sync(sync, params, self.mesh)
-        return self._sync_types[kind]
+    def _types_of_sync(self, params: PyTree) -> tuple[PyTree, PyTree]:
+        assert self.parts.sync is not None, "its state is compared"
+        return types_of_sync(self.parts.sync, params, self.mesh)
 
-    def _made(self, state: TrainState) -> bool:
-        """Return whether a program of this step, or its `init`, returned the state."""
-        return getattr(state, "known_layout", None) is self.layout
+    def _is_own(self, state: TrainState) -> bool:
+        """Return whether the last program of this step, or its `init`, returned the state."""
+        if not isinstance(state, TrainState):
+            return False
+        counter, rest = self._made
+        return state.step is counter() and all(map(operator.is_, state[1:], rest))
+
+    def note(self, state: TrainState) -> None:
+        """Remember a state that this step has made, so that the next call need not look at it."""
+        if isinstance(state.step, Tracer):
+            return
+
+        def forget_it(counter: Any) -> None:
+            if self._made[0] is counter:
+                self._made = (lambda: None, ())
+
+        self._made = weakref.ref(state.step, forget_it), state[1:]
 
     def check(self, state: TrainState) -> None:
         """Raise `ValueError` for errors that only a state shows."""
-        parts, sync, is_first = self.update, self.parts.sync, not self._is_checked
-        check_state(state, parts, self.mesh, self.mode, self._warn, is_first=is_first)
-        # Repetitive parameters have equal blocks, too, so states made by this step are not checked.
-        if sync is not None and sync.algorithm.is_sharded and not self._made(state):
-            check_blocks(blocks_in(state.opt_state[-1].shared, state.params))
+        is_first = not self._is_checked
+        check_state(state, self.update, self.mesh, self.mode, self._warn, is_first=is_first)
         self._is_checked = True
 
-    def made(self, state: TrainState) -> None:
-        """Take a state that `init` has made."""
-        self._lay_out(state)
+    def made(self, state: TrainState) -> TrainState:
+        """Return a state that `init` has made, where the step's states lie."""
+        state = self._placed(state)
         self.note(state)
         self.check(state)
+        return state
 
-    def note(self, state: TrainState) -> None:
-        """Mark a state as made by this step, so that the next call need not look at its leaves."""
-        if self._is_fixed:
-            state.known_layout = self.layout
-
-    def _lay_out(self, state: TrainState) -> None:
-        """Take over the layout of a state. Tracers and arrays of the host have none."""
-        leaves = jax.tree.leaves(state.params)
-        known, layout = getattr(state, "known_layout", None), self.layout
-        if any(isinstance(x, Tracer) for x in leaves[:1]):
-            return
-        if known is not None and known[:2] == self.layout[:2]:
-            layout = known
-        elif any(isinstance(getattr(x, "sharding", None), NamedSharding) for x in leaves):
+    def _placed(self, state: TrainState) -> TrainState:
+        """Return the state where the step's states lie; the first one says where that is."""
+        leaves = jax.tree.leaves(state)
+        if any(isinstance(x, Tracer) for x in leaves):
+            if not self._has_layout:
+                self._use(self.parts.layout(self.mesh, frozenset(), None, state.params), state)
+            return state
+        if not self._has_layout:
             axes = model_axes(state.params, self.mesh, self.parts.axis_name)
             specs = inner_specs(state.params, axes) if axes else None
             layout = self.parts.layout(self.mesh, axes, specs, state.params)
-            refuse_beyond(layout, state)
-        elif not self._is_fixed:
-            layout = self.parts.layout(self.mesh, frozenset(), None, state.params)
-        sync, model = self.parts.sync, None
-        if sync is not None and sync.algorithm.needs:  # its events depend on the parameters
-            leaves, structure = jax.tree.flatten(state.params)
-            model = structure, tuple((x.shape, x.dtype) for x in leaves)
-        layout, now = layout._replace(model=model), self.layout
-        is_other = (layout.axes, layout.key, model) != (now.axes, now.key, now.model)
-        if is_other or not self._is_fixed:
+            refuse_beyond(layout.axes, state, self.mesh, self.parts.axis_name)
             self._use(layout, state)
+            self.shardings = self._shardings_for(state)
+            self._has_layout, self._names = True, leaf_names(state.params)
+        is_virtual, sync = isinstance(self.mesh, VirtualMesh), self.parts.sync
+        # Without devices jit compiles for each; but fragments are those of the first model.
+        if not is_virtual or (sync is not None and sync.algorithm.needs):
+            refuse_another_model(state, self._names)
+        if is_virtual:
+            return state
+        refuse_beyond(self.layout.axes, state, self.mesh, self.parts.axis_name)
+        if jax.tree.structure(self.shardings) != jax.tree.structure(state):
+            return state  # without what an update alone needs, or in another container
+        return jax.tree.map(self._moved, state, self.shardings)
 
-    def _use(self, layout: StateLayout, state: TrainState) -> None:
+    def _moved(self, x: Any, where: NamedSharding) -> Any:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        has_place = isinstance(x, jax.Array) and x.committed
+        if has_place and x.sharding.is_equivalent_to(where, x.ndim):
+            return x
+        if has_place and not self._has_moved:
+            self._has_moved = True
+            self._warn(
+                "`state` lies elsewhere than the first state of this step, and is moved there: of "
+                f"one array from {x.sharding} to {where}. Make each state by this step's `init`, "
+                "or a step for each layout."
+            )
+        return jax.device_put(x, where)
+
+    def _shardings_for(self, state: TrainState) -> Any:
+        """Return where the leaves of a state lie, or shall lie where they have no place yet."""
+        if isinstance(self.mesh, VirtualMesh):
+            return None
+        sync, where = self.update.sync, {"mesh": self.mesh, "axis_name": self.parts.axis_name}
+        group = ReplicaGroup(self.parts.axis_name)
+        if sync is not None and sync.algorithm.groups:
+            group = sync.algorithm.groups[-1]
+        own = state._replace(exchange=state.exchange._replace(shared=()))
+        own, shared = shardings(
+            of_one(own),
+            state.exchange.shared,
+            of_one(state.params),
+            group,
+            param_specs=self.layout.specs,
+            **where,
+        )
+        default = own._replace(exchange=own.exchange._replace(shared=shared))
+
+        def place(x: Any, otherwise: NamedSharding) -> NamedSharding:
+            known = getattr(x, "sharding", None)
+            if not isinstance(known, NamedSharding) or known.mesh != self.mesh:
+                return otherwise
+            return otherwise if known.is_fully_replicated else known
+
+        return jax.tree.map(place, state, default)
+
+    def _use(self, layout: Layout, state: TrainState) -> None:
         update = self.parts.laid_out(layout)
         if update.sync is not None and update.sync.algorithm.needs:
-            one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state.params)
-            update = replace(update, sync=update.sync.bound(dict(self.mesh.shape), one))
-        self.update, self._is_fixed, self.layout = update, True, layout
+            sync = update.sync.bound(dict(self.mesh.shape), of_one(state.params))
+            update = replace(update, sync=sync)
+        self.update, self.layout = update, layout
         overlapped = None if update.sync is None else update.sync.algorithm.overlapped
-        self._beside = None
-        if self.mode == "host" and overlapped is not None:
+        if self.mode == "host" and overlapped is not None and self._beside is None:
             self._beside = BesideSteps(overlapped, self.mesh, update.axis_name)
 
     # Counters.
 
-    def next_phase(self, state: TrainState) -> Phase:
-        """Return the phase of the next update, on the host; `()` without a sync."""
-        self.take(state)
-        sync, so_far = self.update.sync, self._so_far(state)
+    def next_phase(self, state: TrainState, later: int = 0) -> Phase:
+        """Return the phase of an update that is `later` updates after the next one."""
+        return self._phase(self._so_far(self.take(state)), later)
+
+    def _phase(self, so_far: UpdateCounts, later: int) -> Phase:
+        sync = self.update.sync
         if sync is None:
             return ()
-        return sync.algorithm.phase(so_far.updates + 1, so_far.skipped)
-
-    def _counter(self, state: TrainState) -> jax.Array:
-        return state.step if self.parts.sync is None else state.opt_state[-1].count
+        return sync.algorithm.phase(so_far.updates + 1 + later, so_far.skipped)
 
     def _so_far(self, state: TrainState) -> UpdateCounts:
         """Return the counts of a state; read them from the device if they were not noted."""
-        counter, sync = self._counter(state), self.update.sync
+        counter, sync = state.step, self.update.sync
+        counts = self._counts.get(counter)
+        if counts is not None:
+            return counts
         if isinstance(counter, Tracer | jax.ShapeDtypeStruct):
             raise ValueError(
                 '`next_phase`, and with it every step with `mode`="host", reads the counter in '
@@ -258,14 +333,12 @@ class Runner:
                 'shape: call it outside with arrays, or use mode="traced", whose one program '
                 "decides by itself."
             )
-        counts = self._counts.get(counter)
-        if counts is None:
-            updates, skipped = int(of_one_replica(counter)), 0
-            if sync is not None:
-                local = jax.tree.map(of_one_replica, state.opt_state[-1].local)
-                skipped = int(sync.algorithm.skipped(local, updates))
-            counts = UpdateCounts(updates, skipped)
-            self._counts.note(counter, counts)
+        updates, skipped = int(of_one_replica(counter)), 0
+        if sync is not None:
+            local = jax.tree.map(of_one_replica, state.exchange.local)
+            skipped = int(sync.algorithm.skipped(local, updates))
+        counts = UpdateCounts(updates, skipped)
+        self._counts.note(counts, counter)
         return counts
 
     # Batches.
@@ -273,20 +346,17 @@ class Runner:
     def place(self, batch: PyTree, weight: Any = None, *, check_ids: bool = True) -> Any:
         """Return a batch and its weight, placed on the devices; see `TrainStep.place`."""
         axes = self.layout.data_axes
-        batch, weight = self.placing.compared(batch, weight, axes, check_ids=check_ids)
-        if isinstance(self.mesh, VirtualMesh):
-            batch = self.placing.copied(batch)
-        return batch, weight
+        return self.placing.compared(batch, weight, axes, check_ids=check_ids)
 
     def checked_inputs(
         self, state: TrainState, batch: PyTree, weight: Any, window: GradientWindow | None
-    ) -> StepInputs:
-        """Check the arguments of a step, compare them between processes, and place the batch."""
-        self.take(state)
+    ) -> tuple[TrainState, StepInputs]:
+        """Return the arguments of a step, checked, compared between processes, and placed."""
+        state = self.take(state)
         batch, weight = self.placing.compared(batch, weight, self.layout.data_axes)
         if window is not None:
             self.refuse_window(window, state, weight)
-        return StepInputs(batch, weight, window)
+        return state, StepInputs(batch, weight, window)
 
     def refuse_window(self, window: Any, state: TrainState, weight: Any = ...) -> None:
         """Raise `ValueError` unless `window` is an unused window of this state, or None."""
@@ -310,12 +380,12 @@ class Runner:
         self._replace_numbers(state)
         self.placing.refuse_counted()
         task = self._update_task(state, ahead, share)
-        so_far = self._counts.get(self._counter(state))
+        so_far = self._counts.get(state.step)
         if self._beside is None:
             new, metrics, carry = self.run(task, state, inputs)
         else:
             phase, t = self.next_phase(state), self._so_far(state).updates + 1
-            is_own = self._made(state)
+            is_own = self._is_own(state)
             with_result = self._beside.before(state, phase, t, is_known=is_own)
             if is_own:
                 self.note(with_result)
@@ -326,12 +396,59 @@ class Runner:
         if inputs.window is not None and self._donates:
             forget(inputs.window)
         if so_far is not None:  # count on the host, without reading the device
-            self._counts.note(self._counter(new), so_far._replace(updates=so_far.updates + 1))
+            self._counts.note(UpdateCounts(so_far.updates + 1, so_far.skipped), new.step)
         return new, metrics, carry
+
+    def scan(self, state: TrainState, batches: PyTree, weight: Any) -> tuple[TrainState, Metrics]:
+        """Run an update for each of several batches; see `TrainStep.scan`."""
+        state = self.take(state)
+        if self.lookup is not None or self.parts.program.dispatch is not None:
+            what = 'a pipeline with `executor`="host"' if self.lookup is None else "`embeddings`"
+            raise ValueError(
+                f"scan: a step with {what} does work on the host between its updates: call it for "
+                "each batch (js.train_loop without `steps_per_call`)."
+            )
+        axes = self.layout.data_axes
+        if self._beside is not None and self._beside.is_beside:
+            return self._one_by_one(state, batches, weight)
+        batches, weight, length = self.placing.several(batches, weight, axes)
+        self._replace_numbers(state)
+        so_far = self._counts.get(state.step)
+        phases: list[Phase | None] = [None] * length
+        if self.mode == "host":
+            so_far = self._so_far(state)
+            phases = [self._phase(so_far, i) for i in range(length)]
+        found, start = [], 0
+        for phase, run in itertools.groupby(phases):
+            stop = start + len(list(run))
+            part = batches
+            if stop - start < length:
+                part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], batches)
+            state, metrics = self.run(_scan(phase), state, StepInputs(part, weight))
+            found.append(metrics)
+            start = stop
+        self.ran(StepInputs(batches), found[-1])
+        self.note(state)
+        if so_far is not None:
+            counts = so_far._replace(updates=so_far.updates + length)
+            self._counts.note(counts, state.step)
+        return state, found[0] if len(found) == 1 else _joined(found)
+
+    def _one_by_one(
+        self, state: TrainState, batches: PyTree, weight: Any
+    ) -> tuple[TrainState, Metrics]:
+        """Run the updates in a program each, beside which the exchange goes on."""
+        found = []
+        for i in range(len(jax.tree.leaves(batches)[0])):
+            batch = jax.tree.map(lambda x, i=i: x[i], batches)
+            state, inputs = self.checked_inputs(state, batch, weight, None)
+            state, metrics, _ = self.run_update(state, inputs)
+            found.append(jax.tree.map(lambda x: x[None], metrics))
+        return state, _joined(found)
 
     def apply(self, state: TrainState, window: GradientWindow) -> tuple[TrainState, Metrics]:
         """Run one update with the gradients in a window."""
-        self.take(state)
+        state = self.take(state)
         self.refuse_window(window, state)
         if self._collected is None or window is None:
             raise ValueError("`window` must be one that `step.collect` of this step has returned.")
@@ -362,16 +479,16 @@ class Runner:
         window, metrics, carry = self.run(task, state, inputs)
         if room.num_batches and not isinstance(window.count, Tracer):
             left = room._replace(num_batches=room.num_batches - 1) if fits else room
-            self._counts.note(window.count, left)
+            self._counts.note(left, window.count)
         self.ran(inputs, metrics)
         return window, metrics, carry
 
     def evaluate(self, state: TrainState, batch: PyTree, weight: Any) -> Metrics:
         """Return the metrics of a batch by a forward pass."""
-        self.take(state, updates=False)
+        state = self.take(state, updates=False)
         inputs = StepInputs(*self.place(batch, weight))
         self.placing.refuse_counted()
-        metrics = self.run(EVALUATE, state._replace(opt_state=()), inputs)
+        metrics = self.run(EVALUATE, without_optimizer(state), inputs)
         self.ran(inputs, metrics)
         return metrics
 
@@ -381,7 +498,11 @@ class Runner:
         """Run the program of a task and return its results."""
         program = self.program(task, state, inputs)
         inputs = self.dispatched(task, state, inputs)
-        return program(state=state, **inputs._asdict())
+        self._compared.before_run(program, task, state, inputs)
+        is_local = task.method == "updated" and not dict(task.static).get("phase")
+        if self._traffic is not None and is_local:
+            self._traffic.read(program, state, *inputs)
+        return program(state, *inputs)
 
     def program(self, task: Task, state: TrainState, inputs: StepInputs) -> Any:
         """Return the jitted program of a task, built at its first use."""
@@ -394,16 +515,16 @@ class Runner:
                 "the like, where jax takes none: call it outside, or make the step without them "
                 "and pass them to your own jax.jit(compiler_options=...)."
             )
-        layout = self.layout
-        # Inside of another program there is no next step that might compile again, and a state of
-        # shapes, of host arrays or on one device does not say where its results shall be.
-        is_pinned = bool(layout.axes) and not isinstance(state.step, Tracer)
-        is_pinned = is_pinned and (self._made(state) or _is_placed(state))
-        key = task, inputs.window is None, layout.axes, layout.key, is_pinned
+        # Inside of another program there is no next step that might compile again.
+        is_inside = isinstance(state.step, Tracer)
+        key = task, inputs.window is None, is_inside
         if key not in self._programs:
-            where = self.update, layout, self.mesh
-            shardings = programs.pinned(task, *where, state, inputs) if is_pinned else None
-            self._programs[key] = self._build(task, self.mesh, shardings)
+            where = None
+            if self.shardings is not None and not is_inside:
+                where = programs.pinned(
+                    task, self.update, self.layout, self.mesh, self.shardings, inputs
+                )
+            self._programs[key] = self._build(task, self.mesh, where)
         return self._programs[key]
 
     def _build(self, task: Task, mesh: Any, out_shardings: Any = None) -> Any:
@@ -414,11 +535,11 @@ class Runner:
             out_shardings=out_shardings,
         )
 
-    def compiled(
+    def lower(
         self, state: TrainState, inputs: StepInputs, ahead: Ahead | None = None
-    ) -> jax.stages.Compiled:
-        """Return the compiled program of an update, compiling it if needed; nothing runs."""
-        self.take(state, runs=False)
+    ) -> jax.stages.Lowered:
+        """Return the lowered program of an update; nothing runs."""
+        state = self.take(state, runs=False)
         axes = self.layout.data_axes
         batch, weight = self.placing.placed(inputs.batch, inputs.weight, axes)
         upcoming, _ = self.placing.placed(inputs.upcoming, None, axes)
@@ -427,11 +548,11 @@ class Runner:
         task = self._update_task(state, ahead)
         program = self.program(task, state, inputs)
         inputs = self.dispatched(task, state, inputs, runs=False)
-        return program.lower(state=state, **inputs._asdict()).compile()
+        return program.lower(state, *inputs)
 
     def traced(self, state: TrainState, batch: PyTree, phase: Phase | None) -> jax.stages.Traced:
         """Return the traced program of an update in a phase; see `TrainStep.traced_by_phase`."""
-        self.take(state, runs=False)
+        state = self.take(state, runs=False)
         inputs = StepInputs(*self.placing.placed(batch, None, self.layout.data_axes))
         task = _update(phase, self._ahead)
         if isinstance(self.mesh, VirtualMesh):
@@ -439,13 +560,13 @@ class Runner:
         else:
             program = self.program(task, state, inputs)
         ready = self.dispatched(task, state, inputs, runs=False)
-        return program.trace(state=state, **ready._asdict())
+        return program.trace(state, *ready)
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
         """Return the order in which gradients are ready; see `TrainStep.ready_order`."""
         if self.parts.program.dispatch is not None:
             return None
-        self.take(state, updates=False, runs=False)
+        state = self.take(state, updates=False, runs=False)
         share = self.placing.share(as_arrays(batch), self.layout.data_axes)
         params, model_state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state.params, state.model_state)
@@ -481,10 +602,10 @@ class Runner:
         collects = inputs.window is not None or task.method in ("opened", "collected")
         parts = self.parts.cuts if differentiates else 1
         which = Task.of("arguments", "arguments", collects=collects, parts=parts)
-        state = state._replace(opt_state=())
+        state = without_optimizer(state)
         program = self.program(which, state, inputs)
         program = program if runs else partial(jax.eval_shape, program)
-        params, batch, keys, seen = program(state=state, **inputs._asdict())
+        params, batch, keys, seen = program(state, *inputs)
         results = dispatch(
             state.params if params is None else params,
             inputs.batch if batch is None else batch,
@@ -531,6 +652,12 @@ def _update(phase: Phase | None, ahead: Ahead | None, share: Share | None = None
     return Task.of("updated", results, "state", phase=phase, ahead=ahead, like=share)
 
 
+@lru_cache(maxsize=256)
+def _scan(phase: Phase | None) -> Task:
+    """Return the task of several updates in one phase."""
+    return Task.of("scanned", ("state", "metrics"), "state", phase=phase)
+
+
 def _collect(ahead: Ahead | None, *, fits: bool) -> Task:
     """Return the task of adding a batch to a window, in its room if it `fits`, else after it."""
     results = "window", "metrics", "carry"
@@ -538,7 +665,7 @@ def _collect(ahead: Ahead | None, *, fits: bool) -> Task:
     return Task.of("collected", results, "window" if fits else None, ahead=ahead, fits=fits)
 
 
-def _is_placed(state: TrainState) -> bool:
-    """Return whether all leaves have a sharding over a mesh; a `ShapeDtypeStruct` may lack one."""
-    shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(state))
-    return all(isinstance(each, NamedSharding) for each in shardings)
+@jax.jit
+def _joined(metrics: list[Metrics]) -> Metrics:
+    """Return metrics of several runs of updates as one."""
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *metrics)

@@ -1,30 +1,21 @@
 """The layouts of a step's states, and the checks of states and windows that a step receives."""
 
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
 
-from ..._support.types import PyTree
+from ..._support.types import AxisName, PyTree
 from ...gradients.precision import loss_scale_of
 from ...mesh import AnyMesh, model_axes, replica_count
-from ...tracing import traced_update
-from ...transform import (
-    ExchangeState,
-    NoExchangeState,
-    ParameterTransform,
-    holds_state,
-    instants,
-    known_states,
-)
+from ...tracing import state_types
+from ...transform import ParameterTransform, holds_state, instants, known_states, of_one
 from ...tree import leaf_names, not_floating
-from .._train_state import StateLayout, TrainState
+from .._train_state import StepExchange, TrainState
 from ._gradients import GradientWindow
 from ._parts import Parts
 from ._transforms import check_transforms
@@ -66,7 +57,7 @@ def check_state(
         )
     if sync is not None and is_first:
         exchanges = [t for t in instants(sync.algorithm.schedules) if sync.phase(t)]
-        for _, known in known_states(parts.dense(state.opt_state[1])):
+        for _, known in known_states(parts.dense(state.opt_state)):
             # Its period is not known, but only 1 divides them all.
             if known.between and math.gcd(*exchanges) == 1:
                 warn(
@@ -84,52 +75,9 @@ def of_one_replica(x: Any) -> Any:
     return np.asarray(jax.device_get(local))[0]
 
 
-def blocks_in(shared: PyTree, params: PyTree) -> list[Any]:
-    """Return the stacked arrays in a shared state that are smaller than all parameters' leaves."""
-    shapes = {x.shape for x in jax.tree.leaves(params)}
-    return [x for x in jax.tree.leaves(shared) if x.ndim > 1 and x.shape not in shapes]
-
-
-def check_blocks(blocks: list[Any]) -> None:
-    """Raise `ValueError` if all replicas hold the same block of the sharded state.
-
-    Another library's `unreplicate` keeps replica 0's block, and the rest of the anchor is lost.
-    Only the first elements on this process are compared, so the check can miss an error.
-
-    Args:
-      blocks: stacked arrays (replicas, *s), on devices; other values are ignored.
-
-    Communication: device to host, a few elements per replica; none between replicas.
-    """
-    arrays = [x for x in blocks if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
-    parts = [_first_elements(x) for x in arrays]
-    # Parameters that all start as one number have equal shards and are no error.
-    are_varied = any(len(x) > 1 and x.size and np.ptp(x[0]) for x in parts)
-    if are_varied and all(np.all(x == x[:1]) for x in parts):
-        raise ValueError(
-            "`state`: every replica keeps another part of the anchor and of what goes with it, and "
-            "here all have replica 0's: the state was made from one replica's, as "
-            "`flax.jax_utils.unreplicate` and `x[0]` give it, and the rest is lost. Save all of "
-            "it, by jaxslowmo.checkpoint or stacked as it is; for one copy of the parameters take "
-            "`js.consensus`."
-        )
-
-
-_NUM_COMPARED = 64  # elements of each block that are compared
-
-
-def _first_elements(x: jax.Array) -> np.ndarray:
-    """Return the first elements (local replicas, n) of a stacked array (replicas, *s)."""
-    parts = {shard.index[0].start or 0: shard.data for shard in x.addressable_shards}
-    rows = math.ceil(_NUM_COMPARED / max(x.shape[-1], 1))
-    with jax.set_mesh(None):  # the parts lie on single devices, which are not those of a mesh
-        blocks = jax.device_get([_first_rows(parts[start], rows) for start in sorted(parts)])
-    return np.concatenate([block.reshape(len(block), -1) for block in blocks])
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _first_rows(x: jax.Array, rows: int) -> jax.Array:
-    return x[:, :rows]
+def without_optimizer(state: TrainState) -> TrainState:
+    """Return the state without what an update alone needs."""
+    return state._replace(opt_state=(), exchange=StepExchange())
 
 
 def refuse_non_state(state: TrainState) -> None:
@@ -147,7 +95,7 @@ def refuse_donated(state: TrainState) -> None:
     Only the first array of parameters and of optimizer state is checked: all are donated together.
     """
     for x in (state.step, state.rng, first_array(state.params), first_array(state.opt_state)):
-        if _is_gone(x):
+        if is_gone(x):
             raise ValueError(
                 "`state` was given to a step before, which reuses its buffers (donate=True): go on "
                 "with the state that this step returned, or make the step with donate=False."
@@ -171,57 +119,41 @@ def refuse_untrainable(params: PyTree) -> None:
 
 
 def refuse_state_of_another_step(state: TrainState, parts: Parts, expected_of: Expected) -> None:
-    """Raise `ValueError` if the state belongs to a step with another `sync` or `gradients`.
-
-    Only the classes of their states are compared, and the structure of `sync`'s.
+    """Raise `ValueError` if the state belongs to a step with another `sync`, or no `gradients`.
 
     Args:
       state: the state.
       parts: the parts of the step.
-      expected_of: `expected_of(params)`: the types of the state that `sync` makes.
+      expected_of: `expected_of(params)`: the types of local and shared state that `sync` makes.
     """
-    sync, gradients = parts.sync, parts.gradients
-    members = isinstance(state.opt_state, tuple) and len(state.opt_state) == 3
-    first, *_, last = state.opt_state if members else 2 * (state.opt_state,)
-    expected = [
-        ("sync", last, NoExchangeState if sync is None else ExchangeState),
-        ("gradients", first, optax.EmptyState if gradients is None else None),
-    ]
-    for argument, held, kind in expected:
-        if kind is not None and not isinstance(held, kind):
-            raise ValueError(
-                f"`state` must come from a step with the same `{argument}`: this step keeps "
-                f"{kind.__name__} for it, and `state.opt_state` has {type(held).__name__}. Make "
-                "the state by this step's `init`; `state.params` go over by `js.consensus`."
-            )
-    if sync is None:
-        return
-    expected = expected_of(state.params)
-    if jax.tree.structure(last) != jax.tree.structure(expected):
-        needs, has = (leaf_names(x) for x in (expected, last))
+    held = state.exchange
+    if parts.gradients is None and not isinstance(held.gradients, optax.EmptyState):
+        raise ValueError(
+            "`state` must come from a step with the same `gradients`: this step has none, and "
+            f"`state.exchange.gradients` has {type(held.gradients).__name__}. Make the state by "
+            "this step's `init`; `state.params` go over by `js.consensus`."
+        )
+    expected = ((), ()) if parts.sync is None else expected_of(state.params)
+    needs, has = (
+        leaf_names({"local": local, "shared": shared})
+        for local, shared in (expected, (held.local, held.shared))
+    )
+    if needs != has:
         lacking, beyond = (
             [n for n in a if n not in b][:6] for a, b in ((needs, has), (has, needs))
         )
         raise ValueError(
-            f"`state` must come from a step with the same `sync`: of the state of {sync!r} it "
-            f"lacks {lacking}, and beyond that it has {beyond}. Make the state by this step's "
-            "`init`; `state.params` go over by `js.consensus`."
+            f"`state` must come from a step with the same `sync`: of the state of {parts.sync!r} "
+            f"`state.exchange` lacks {lacking}, and beyond that it has {beyond}. Make the state by "
+            "this step's `init`; `state.params` go over by `js.consensus`."
         )
 
 
-def types_of_sync(sync: ParameterTransform, params: PyTree, mesh: AnyMesh) -> ExchangeState:
-    """Return the types of the state that a transform makes of stacked parameters, of one replica.
-
-    What is sharded is whole in it.
-    """
-    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+def types_of_sync(sync: ParameterTransform, params: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
+    """Return the types of local and shared state that a transform makes of stacked parameters."""
+    one = of_one(params)
     algorithm = sync.bound(dict(mesh.shape), one).algorithm
-
-    def init(params: PyTree) -> ExchangeState:
-        zero = jnp.zeros([], jnp.int32)
-        return ExchangeState(zero, algorithm.local(params), algorithm.shared(params))
-
-    return jax.eval_shape(init, one)
+    return jax.eval_shape(lambda params: (algorithm.local(params), algorithm.shared(params)), one)
 
 
 def refuse_other_replicas(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
@@ -241,11 +173,11 @@ def refuse_another_optimizer(state: TrainState, parts: Parts, mesh: AnyMesh) -> 
     An optimizer that holds a transform of this package, whose buffers depend on more than the
     parameters, is not compared, nor one whose `init` needs more than them.
     """
-    params, held = parts.dense(state.params), parts.dense(state.opt_state[1])
+    params, held = parts.dense(state.params), parts.dense(state.opt_state)
     if holds_state(held, "parameters") or holds_state(held, "gradients"):
         return
     axis = parts.axis_name
-    _, types = traced_update(parts.optimizer, params, mesh=mesh, axis_name=axis)
+    types = state_types(parts.optimizer, params, mesh=mesh, axis_name=axis)
     if types is None:
         return
     needs, has = (set(leaf_names(x)) for x in (types, held))
@@ -258,6 +190,17 @@ def refuse_another_optimizer(state: TrainState, parts: Parts, mesh: AnyMesh) -> 
             )
 
 
+def refuse_another_model(state: TrainState, names: Sequence[str]) -> None:
+    """Raise `ValueError` for parameters with other names than the first ones of the step."""
+    found = leaf_names(state.params)
+    if found != names:
+        others = sorted({*found} ^ {*names})[:6]
+        raise ValueError(
+            "`state` must be of one model with the first state of this step, got other "
+            f"parameters: only one of the two has {others}. Make a step for each model."
+        )
+
+
 def refuse_unusable_window(window: Any, state: TrainState, weight: Any = ...) -> None:
     """Raise `ValueError` unless `window` is None or an unused window of the parameters in `state`.
 
@@ -265,7 +208,7 @@ def refuse_unusable_window(window: Any, state: TrainState, weight: Any = ...) ->
     """
     if window is None:
         return
-    if _is_gone(first_array(window.totals)):
+    if is_gone(first_array(window.grads.sum)):
         raise ValueError(
             "`window` was given to a step before, which reuses its buffers (donate=True): go on "
             "with the window that `step.collect` returned last, or begin another with None."
@@ -288,7 +231,7 @@ def _refuse_other_parameters(window: GradientWindow, state: TrainState) -> None:
         )
     has, holds = (
         {name: x.shape[1:] for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)}
-        for tree in (state.params, window.totals)
+        for tree in (state.params, window.grads.sum)
     )
     for name in {**has, **holds}:
         if has.get(name) != holds.get(name):
@@ -305,12 +248,13 @@ def forget(window: GradientWindow) -> None:
     They cannot be donated, since no result of the update has their shapes. Their memory is freed
     when the update has run.
     """
-    for x in jax.tree.leaves(window.totals):
+    for x in jax.tree.leaves(window.grads.sum):
         if not isinstance(x, Tracer):
             x.delete()
 
 
-def _is_gone(x: Any) -> bool:
+def is_gone(x: Any) -> bool:
+    """Return whether the buffer of an array was donated."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 
@@ -327,20 +271,21 @@ def first_array(tree: PyTree) -> Any:
     return None
 
 
-def refuse_beyond(layout: StateLayout, state: TrainState) -> None:
+def refuse_beyond(
+    axes: frozenset[str], state: TrainState, mesh: AnyMesh, axis_name: AxisName
+) -> None:
     """Raise `ValueError` if state is sharded over axes over which no parameter is.
 
     A program would gather it on all devices along those axes, and return it unsharded.
     """
-    mesh, axis_name = layout[:2]
     for part in ("opt_state", "model_state"):
         tree = getattr(state, part)
-        if not (beyond := sorted(model_axes(tree, mesh, axis_name) - layout.axes)):
+        if not (beyond := sorted(model_axes(tree, mesh, axis_name) - axes)):
             continue
         name, leaf = next(
             (name, leaf)
             for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
-            if model_axes(leaf, mesh, axis_name) - layout.axes
+            if model_axes(leaf, mesh, axis_name) - axes
         )
         raise ValueError(
             f"`state`: `{part}` must not be sharded over axes inside a replica over which no "

@@ -9,11 +9,13 @@ from ..._support.checks import as_int
 from ..._support.types import Phase, PyTree
 from ...algorithms import shares_of_gossip
 from ...embedding import WithTables
-from ...mesh import Shares, consensus
+from ...mesh import Shares, consensus, describe, replicate_as
+from ...tracing import state_types
+from ...transform import init as make_states
 from ...transform import phase_name
 from ...tree import check_arrays
 from .._batches import HostBatch
-from .._train_state import TrainState, started
+from .._train_state import StepExchange, TrainState, started
 from ._ahead import AheadMode, AheadStep
 from ._gradients import GradientWindow, Metrics, StepInputs
 from ._runner import Runner
@@ -25,7 +27,6 @@ class TrainStep:
     """A training step: `step(state, batch) -> (state, metrics)`. Made by `make_train_step`.
 
     Attributes:
-      tx: the whole chain, for `TrainState.create`, which `init` calls.
       mesh: the mesh it runs on.
       axis_name: the replica axis.
       mode, host_batch: the arguments of `make_train_step`.
@@ -39,20 +40,24 @@ class TrainStep:
         parts, lookup = runner.parts, runner.lookup
         self.mesh, self.axis_name, self.mode = runner.mesh, parts.axis_name, runner.mode
         self.embeddings = None if lookup is None else lookup.embeddings
-        self.tx, self.sync = parts.chain(), parts.sync
+        self.sync = parts.sync
         self.host_batch: HostBatch = host_batch
 
     def init(
-        self, params: PyTree, *, model_state: PyTree | None = None, seed: int = 0
+        self,
+        params: PyTree,
+        *,
+        opt_state: PyTree | None = None,
+        model_state: PyTree | None = None,
+        seed: int = 0,
     ) -> TrainState:
-        """Make a state by `TrainState.create` with this step's chain, mesh and axis.
+        """Make a state: all replicas start from one copy of the parameters.
 
         For dense `params` new tables are drawn by `seed`; `js.WithTables(dense, stored)` brings
-        its own.
+        its own. On all processes `ValueError` names settings of the step in which they differ.
         """
         placement: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
-        settings = {"seed": seed, **self._settings}
-        compare_settings(settings, None, **placement)
+        compare_settings({"seed": seed, **self._settings})
         parts = self._runner.parts
         has_tables = isinstance(params, WithTables)
         dense = params.dense if has_tables else params
@@ -63,28 +68,49 @@ class TrainStep:
         params = params._replace(dense=dense) if has_tables else dense
         model_state = parts.program.model_state_form({} if model_state is None else model_state)
         stacked = parts.stacked(params, seed, self.mesh)
-        compare_settings(settings, parts.dense(stacked), **placement)
-        state = started(stacked, self.tx, model_state=model_state, seed=seed, **placement)
-        self._runner.made(state)
-        return state
+        if jax.process_count() > 1:
+            types = state_types(parts.optimizer, parts.dense(stacked), **placement)
+            compare_settings({"optimizer.init(params)": describe(types)})
+        gradients, optimizer = make_states(parts.chain(), stacked, **placement)
+        if opt_state is not None:
+            optimizer = replicate_as("opt_state", opt_state, **placement)
+        exchange = StepExchange(*parts.first_exchange(stacked, self.mesh), gradients)
+        state = started(
+            stacked, optimizer, exchange, model_state=model_state, seed=seed, **placement
+        )
+        return self._runner.made(state)
+
+    def placed(self, state: TrainState) -> TrainState:
+        """Return a state where this step's states lie; types of arrays get their shardings.
+
+        The first state of a step says where its states lie, and where its leaves have no place, it
+        is that of the parameters; so types of a state, and a described mesh, show what a program
+        would take. A later state that lies elsewhere is moved, with a warning.
+
+        Communication: what is needed to move arrays.
+        """
+        return self._runner.take(state, runs=False)
 
     def phase(self, t: int) -> Phase:
         """Return the phase of update t = 1, 2, ...: the exchanges of `sync`; `()` without one."""
         sync = self._runner.update.sync
         return () if sync is None else sync.phase(t)
 
-    def next_phase(self, state: TrainState) -> Phase:
-        """Return the phase of the update that `step(state, batch)` does, as a host value."""
-        return self._runner.next_phase(state)
+    def next_phase(self, state: TrainState, later: int = 0) -> Phase:
+        """Return the phase of the update that `step(state, batch)` does, as a host value.
+
+        With `later` it is that of an update so many updates after it.
+        """
+        return self._runner.next_phase(state, later)
 
     def shares(self, state: TrainState) -> Shares | None:
         """Return the replicas' weights in the consensus, `shares=` of `js.consensus`; None: equal.
 
         Raise `ValueError` for several `js.sgp` in `optimizer`, each over leaves of its own.
         """
-        self._runner.take(state)
+        state = self._runner.take(state)
         if self.sync is not None:
-            return self.sync.shares(state.opt_state[-1])
+            return self.sync.shares(state.exchange)
         return shares_of_gossip(state.opt_state)
 
     def consensus(self, state: TrainState, *, whole: bool = True) -> PyTree:
@@ -136,13 +162,37 @@ class TrainStep:
             another algorithm or whose buffers were donated; in host mode a call inside of jax.jit;
             a window of other parameters, or batches of which only some have a weight; with a
             window, a line search; ids in no table (`refuse_ids`). On all processes: batches that do
-            not fit together.
+            not fit together, or programs that differ, named before the first run of each.
 
-        Communication: the transforms'. For host batches with several processes also a note of some
-          bytes to the coordinator, and one back, at the first batch of a shape.
+        Communication: the transforms'. With several processes also a note of some bytes to the
+          coordinator, and one back, at the first host batch of a shape and the first run of a
+          program.
         """
-        inputs = self._runner.checked_inputs(state, batch, weight, window)
+        state, inputs = self._runner.checked_inputs(state, batch, weight, window)
         return self._runner.run_update(state, inputs)[:2]
+
+    def scan(
+        self, state: TrainState, batches: PyTree, weight: Any = None
+    ) -> tuple[TrainState, Metrics]:
+        """Run an update for each of K batches in one program; with `mode="host"` in one per phase.
+
+        The results are those of K calls, and the host does the work of one.
+
+        Args:
+          state: as in a call.
+          batches: a batch as in a call, with a first dimension of K on every leaf.
+          weight: as in a call, for all updates.
+
+        Returns:
+          `(state, metrics)`: those of each update, with a first dimension of K.
+
+        Raises:
+          ValueError: the errors of a call; batches of different numbers of updates; a step with
+            `embeddings`, or whose loss is computed outside of programs.
+
+        Communication: that of K calls.
+        """
+        return self._runner.scan(state, batches, weight)
 
     def collect(
         self,
@@ -184,7 +234,7 @@ class TrainStep:
           batch of a window. Over inner axes one all-reduce of the metrics: gradients and model
           state are reduced once, in the update.
         """
-        inputs = self._runner.checked_inputs(state, batch, weight, window)
+        state, inputs = self._runner.checked_inputs(state, batch, weight, window)
         if as_int(num_batches, 0) is None:
             raise ValueError(
                 f"`num_batches` counts batches of a window and must be >= 0, got {num_batches!r}."
@@ -274,6 +324,21 @@ class TrainStep:
         """
         return self._runner.evaluate(state, batch, weight)
 
+    def lower(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        weight: Any = None,
+        *,
+        window: GradientWindow | None = None,
+    ) -> jax.stages.Lowered:
+        """Return the lowered program of `step(state, batch, weight)`.
+
+        Nothing runs, and processes are not compared. The batch is as in a call; a batch of shapes
+        without values (`ShapeDtypeStruct`) is the whole batch, as in all methods that run nothing.
+        """
+        return self._runner.lower(state, StepInputs(batch, weight, window))
+
     def compiled(
         self,
         state: TrainState,
@@ -282,12 +347,8 @@ class TrainStep:
         *,
         window: GradientWindow | None = None,
     ) -> jax.stages.Compiled:
-        """Return the compiled program of `step(state, batch, weight)`, compiling it if needed.
-
-        Nothing runs, and processes are not compared. The batch is as in a call; a batch of shapes
-        without values (`ShapeDtypeStruct`) is the whole batch, as in all methods that run nothing.
-        """
-        return self._runner.compiled(state, StepInputs(batch, weight, window))
+        """Return the compiled program of `lower`, compiling it if needed; nothing runs."""
+        return self.lower(state, batch, weight, window=window).compile()
 
     def ahead(self, mode: AheadMode, num_exact: int = 0, *, room: float = 0.25) -> AheadStep:
         """Return this step with table lookups for the next batch in it; see `AheadStep`."""

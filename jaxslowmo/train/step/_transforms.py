@@ -11,7 +11,7 @@ from ..._support.types import AxisName, PyTree
 from ...gradients.clipping import ClipByGlobalNormState
 from ...gradients.precision import DynamicLossScaleState, check_place
 from ...gradients.reducer import AccumulateState
-from ...mesh import AnyMesh, axis_names, model_axes
+from ...mesh import AnyMesh, axis_names
 from ...tracing import UpdateFacts, read_update
 from ...transform import (
     Chain,
@@ -91,7 +91,7 @@ def check_with_tables(gradients: optax.GradientTransformation | None) -> None:
         return
     raise ValueError(
         "`gradients` with `embeddings` must be js.all_reduce_gradients(...), "
-        "js.post_local_gradients(...) of these, js.clip_by_global_norm(...), a js.chain of such, "
+        "js.clip_by_global_norm(...), a js.chain of such, "
         f"optax.identity() or None, got {_name_of(gradients)}, which would take row numbers of "
         "tables for gradients, or not see them: put what shall act on dense parameters alone into "
         "`optimizer`, and join several by js.chain."
@@ -155,7 +155,7 @@ def check_transforms(
         traced to find collectives.
 
     Raises:
-      ValueError: an undeclared collective over replicas in a transform; a parameter transform in
+      ValueError: a js.accumulate; an undeclared collective over replicas; a parameter transform in
         `gradients`, or in `optimizer` if host-scheduled or if model state follows it; a loss scale
         in `gradients`, several in `optimizer`, or one in a wrong place; replicas that would train
         independently without `sync="none"`; an order of gradients that no transform would receive;
@@ -166,18 +166,24 @@ def check_transforms(
     """
     axes = axis_names(parts.axis_name)
     num_replicas = math.prod(mesh.shape[name] for name in axes)
-    gradients, optimizer = state.opt_state[0], parts.dense(state.opt_state[1])
+    gradients, optimizer = state.exchange.gradients, parts.dense(state.opt_state)
     members = {
         "gradients": (parts.gradients or optax.identity(), gradients),
         "optimizer": (parts.optimizer, optimizer),
     }
+    for name, (_, tx_state) in members.items():
+        if parts_of(tx_state, AccumulateState):
+            raise ValueError(
+                f"`{name}` must not hold a js.accumulate, which is for loops of your own: a step "
+                "adds up gradients itself. Pass what it wraps, and accumulate=k to "
+                "js.make_train_step (parts of a batch) or js.train_loop (several batches), or call "
+                "step.collect."
+            )
     # States of transforms that declare nothing, which may hold a transform of this library.
     unknown = {name: spec_of(tx).unknown(tx_state) for name, (tx, tx_state) in members.items()}
     if is_first:
         params = parts.dense(state.params)
-        of_model = model_axes(params, mesh, parts.axis_name)
-        others = (a for a in mesh.axis_names if a not in axes and a not in of_model)
-        inside = tuple(a for a in others if mesh.shape[a] > 1)
+        inside = tuple(a for a in parts.inner_axes if mesh.shape[a] > 1)
         differing = frozenset(inside).difference(parts.lacking(gradients, inside))
         leaves: PyTree = jax.tree.map(lambda _: differing, params)
         for name, (tx, tx_state) in members.items():
@@ -308,8 +314,6 @@ def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
 _SEE_DENSE_ALONE: dict[type, str] = {
     ClipByGlobalNormState: "js.clip_by_global_norm, whose norm is that of the whole model: pass it "
     "last in `gradients`, or clip dense gradients alone by optax.clip_by_global_norm",
-    AccumulateState: "js.accumulate, and rows would move in calls that only collect: use "
-    "`accumulate` of js.make_train_step or step.collect",
 }
 
 

@@ -1,10 +1,12 @@
 """One update of one replica from top to bottom: gradients, their reduction, optimizer, exchange."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
+from jax.sharding import AbstractMesh
 
 from ..._support.scopes import EVERY_PHASE
 from ..._support.types import Phase, PyTree
@@ -16,16 +18,20 @@ from ...gradients.precision import (
     was_skipped,
     zero_if,
 )
-from ...mesh import axis_names
+from ...mesh import AnyMesh, axis_names
 from ...transform import (
+    ExchangeState,
+    ReplicaGroup,
+    StackedReplicas,
     increment,
-    layouts_known,
+    number_of_all,
+    over_stacked,
     phase_scope,
     spec_of,
     unless_idle,
 )
 from ...tree import apply_exactly, parts_of
-from .._train_state import TrainState
+from .._train_state import StepExchange, TrainState
 from ._gradients import (
     Gradients,
     GradientWindow,
@@ -34,7 +40,6 @@ from ._gradients import (
     as_value,
     joined,
     kept_if_idle,
-    mean_over,
     statistics,
     statistics_before_if,
     with_statistics,
@@ -66,38 +71,119 @@ class Pending(NamedTuple):
     follows: jax.Array | None  # `Weights.follows`: a comparison of these, made where they are
     takes: jax.Array | None  # () bool, whether this replica changes its own state; None: it does
     rate: jax.Array | None  # learning rate that the optimizer used, if `sync` needs it
+    step: jax.Array  # number of this update
+    rng: jax.Array  # the key of the state after it
 
 
 @dataclass(frozen=True)
 class Update(Parts):
     """One update by the parts of a step, traced for one replica or one of its inner devices."""
 
-    def updated(
-        self, state: TrainState, inputs: StepInputs, *, phase: Phase | None = None, like: Any = None
-    ) -> tuple[TrainState, Metrics, None]:
-        """Run one update: with a batch, with a window of gradients, or with both.
+    def across(
+        self,
+        mapped: Callable[..., Callable[..., Any]],
+        mesh: AnyMesh | AbstractMesh,
+        state: TrainState,
+        inputs: StepInputs,
+        roles: StepInputs,
+        *,
+        phase: Phase | None = None,
+        **static: Any,
+    ) -> tuple[TrainState, Metrics, Any]:
+        """Run one update of all replicas; see `prepared`, `exchanged`.
 
-        A replica of weight 0 keeps its model state, and its metrics are zeros; if replicas train
-        independently, it keeps its optimizer state, too. With a window the weight is that of the
-        whole window; the metrics are those of the batch.
+        Args:
+          mapped: `mapped(fn, in_roles, out_roles)` maps a function of one replica over them.
+          mesh: the mesh of the step.
+          state: the state.
+          inputs: the inputs.
+          roles: their roles.
+          phase: what to exchange; with None the counter in the state decides.
+          **static: further arguments of `prepared`.
 
-        `phase` is what to exchange; with None the counter in the state decides. `like`, for a
-        window alone, is the types of one device's part of a batch. The third result is what is
-        carried to the next step: nothing.
+        Returns:
+          The new state, metrics, and what is carried to the next step.
+        """
+        shared = state.exchange.shared
+
+        def prepare(state: TrainState, *inputs: Any) -> Any:
+            return self.prepared(state, StepInputs(*inputs), **static)
+
+        def gather(state: TrainState, *inputs: Any) -> Any:
+            gradients, metrics = self.gathered(keyed(state)[0], StepInputs(*inputs))
+            return gradients._replace(data=None), metrics  # the batches stay where they are
+
+        def prepare_with(state: TrainState, gathered: Any, *inputs: Any) -> Any:
+            return self.prepared(state, StepInputs(*inputs), gathered=gathered, **static)
+
+        local = state._replace(exchange=state.exchange._replace(shared=()))
+        out = "stacked", "stacked", self.extra_roles
+        where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
+        # One number for all replicas, by which conditionals decide.
+        count = number_of_all(increment(state.step), **where)
+        if self.map_with == "vmap":  # the loss alone needs it
+            found = mapped(gather, ("stacked", *roles), "stacked", "vmap")(local, *inputs)
+            given = ("stacked", "stacked", *roles)
+            pending, metrics, extra = mapped(prepare_with, given, out)(local, found, *inputs)
+        else:
+            pending, metrics, extra = mapped(prepare, ("stacked", *roles), out)(local, *inputs)
+
+        def exchange(replicas: StackedReplicas, own: Any, shared: PyTree) -> Any:
+            state, pending = own
+            return self.exchanged(state, shared, pending, count, phase, replicas)
+
+        new, shared = over_stacked(exchange, (local, pending), shared, **where)
+        new = new._replace(exchange=new.exchange._replace(shared=shared))
+        return self.completed(mapped, local, new, inputs, metrics, extra, count, phase, **static)
+
+    extra_roles: ClassVar[str] = "stacked"  # of what `prepared` leaves to `completed`
+
+    def gathered(self, state: TrainState, inputs: StepInputs) -> tuple[Gradients, Metrics]:
+        """Return the gradients of an update; see `BatchGradients.gathered`."""
+        return self.batches.gathered(state, inputs)
+
+    def prepared(
+        self, state: TrainState, inputs: StepInputs, *, like: Any = None, gathered: Any = None
+    ) -> tuple[Pending, Metrics, Any]:
+        """Make one update of a replica up to the exchange of parameters.
+
+        With a batch, with a window of gradients, or with both. A replica of weight 0 keeps its
+        model state, and its metrics are zeros; if replicas train independently, it keeps its
+        optimizer state, too. With a window the weight is that of the whole window; the metrics are
+        those of the batch.
+
+        `like`, for a window alone, is the types of one device's part of a batch; `gathered` is what
+        `gathered` has returned, if it ran before. The third result is what `completed` needs:
+        nothing.
         """
         now, then = keyed(state)
-        gradients, metrics = self.batches.gathered(now, inputs)
+        gradients, metrics = gathered or self.gathered(now, inputs)
         reduced = self.reduced(now, gradients, inputs.batch if like is None else like)
-        pending = self.optimized(now, reduced, gradients)
-        new = self.exchanged(then, pending, phase)
-        return new, joined(metrics, scale_metrics(state.opt_state, new.opt_state)), None
+        pending = self.optimized(now, reduced, gradients)._replace(rng=then.rng)
+        return pending, joined(metrics, scale_metrics(state.opt_state, pending.optimizer_state)), ()
+
+    def completed(
+        self,
+        mapped: Any,
+        old: TrainState,
+        new: TrainState,
+        inputs: StepInputs,
+        metrics: Metrics,
+        extra: Any,
+        count: jax.Array,
+        phase: Phase | None,
+        **static: Any,
+    ) -> tuple[TrainState, Metrics, Any]:
+        """Return new state, metrics, and what is carried to the next step: nothing."""
+        del mapped, old, inputs, extra, count, phase, static
+        return new, metrics, None
 
     def reduced(self, state: TrainState, gathered: Gradients, like: PyTree) -> Reduced:
         """Average gradients and the loss; `like` is this device's part of a batch, or its types."""
         before, specs, lacking = (
-            state.opt_state[0],
+            state.exchange.gradients,
             self.param_specs,
-            self.lacking(state.opt_state[0]),
+            self.lacking(state.exchange.gradients),
         )
         loss: jax.Array | None = as_value(gathered.metrics["loss"])
         order, (weight, share) = self.order(state, like), self.shares(gathered, lacking)
@@ -129,7 +215,7 @@ class Update(Parts):
 
         `finite` says whether what the optimizer is not given, rows of tables, is finite.
         """
-        before, weight, value = state.opt_state[1], reduced.share, reduced.loss
+        before, weight, value = state.opt_state, reduced.share, reduced.loss
         averaging = Averaging.of(self.optimizer, before, self.axis_name)
         averaged = averaging.over | reduced.over
         if averaging.hides and not averaged.isdisjoint(axis_names(self.axis_name)):
@@ -171,44 +257,60 @@ class Update(Parts):
             follows=weights.follows,
             takes=None if own_weight is None else own_weight > 0,
             rate=rate,
+            step=increment(state.step),
+            rng=state.rng,
         )
 
-    def exchanged(self, state: TrainState, update: Pending, phase: Phase | None) -> TrainState:
-        """Return the state after the exchange of parameters; `state` has the next update's key."""
+    def exchanged(
+        self,
+        state: TrainState,
+        shared: PyTree,
+        update: Pending,
+        count: jax.Array,
+        phase: Phase | None,
+        stacked: StackedReplicas,
+    ) -> tuple[TrainState, PyTree]:
+        """Return a replica's state, and the shared state, after the exchange of parameters."""
         averages = self.batches.model_state == "sync_mean"
         model_state, optimizer_state = update.model_state, update.optimizer_state
-        params, updates, sync_state = state.params, update.updates, state.opt_state[-1]
+        params, updates, local = state.params, update.updates, state.exchange.local
         if self.sync is None:
             with phase_scope(EVERY_PHASE):
                 if averages:
-                    model_state = mean_over(model_state, self.axis_name, update.weight)
+                    means = ReplicaGroup(self.axis_name, stacked=stacked).mean(
+                        statistics(model_state), update.weight
+                    )
+                    model_state = with_statistics(model_state, means)
         else:
             extra = {"weight": update.weights.exchange, "learning_rate": update.rate}
             if update.follows is not None:
                 # An exchange leaves out the update of a replica without weight, so it comes before.
                 params = as_before_if(~update.follows, apply_exactly(params, updates), params)
                 updates = zero_if(update.follows, updates)
-            with layouts_known():
-                updates, means, sync_state, optimizer_state = self.sync.exchange(
-                    updates,
-                    statistics(model_state) if averages else [],
-                    sync_state,
-                    params,
-                    moments=optimizer_state,
-                    init=self.optimizer.init,
-                    part=self.dense,
-                    phase=phase,
-                    **{name: x for name, x in extra.items() if x is not None},
-                )
+            updates, means, after, optimizer_state = self.sync.exchange(
+                updates,
+                statistics(model_state) if averages else [],
+                ExchangeState(count - 1, local, shared),
+                params,
+                moments=optimizer_state,
+                init=self.optimizer.init,
+                part=self.dense,
+                phase=phase,
+                stacked=stacked,
+                **{name: x for name, x in extra.items() if x is not None},
+            )
+            local, shared = after.local, after.shared
             if averages:
                 model_state = with_statistics(model_state, means)
-        return TrainState(
-            step=increment(state.step),
+        new = TrainState(
+            step=update.step,
             params=apply_exactly(params, updates),
-            opt_state=(update.gradients_state, optimizer_state, sync_state),
+            opt_state=optimizer_state,
             model_state=model_state,
-            rng=state.rng,
+            rng=update.rng,
+            exchange=StepExchange(local, (), update.gradients_state),
         )
+        return new, shared
 
     # The other programs of a step.
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,9 @@ from ...gradients.precision import (
 from ...gradients.reducer import ReadyOrder
 from ...gradients.sparse import WithRows, mean_rows
 from ...mesh import AnyMesh
-from ...transform import chain, increment, no_exchange, note_followed, run_if, spec_of, unless_idle
+from ...transform import StackedReplicas, note_followed, run_if, spec_of, unless_idle
 from ...tree import all_finite, parts_of
-from .._train_state import StateLayout, TrainState
+from .._train_state import TrainState
 from ._gradients import (
     INPUT_ROLES,
     BatchGradients,
@@ -44,7 +44,7 @@ from ._gradients import (
     statistics_before_if,
 )
 from ._optimized import Averaging
-from ._parts import with_layouts
+from ._parts import Layout, with_layouts
 from ._transforms import check_optimizer_with_tables
 from ._update import Pending, Reduced, Update, keyed
 
@@ -99,16 +99,16 @@ class TableBatches(BatchGradients):
 
     def _of_batch(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
         requested, key, seen = data
-        (metrics, model_state, loss_weight), grads, rows, batch = self.lookup.differentiated(
+        (metrics, model_state), grads, rows, batch = self.lookup.differentiated(
             requested, state.params, partial(self.differentiated, state), key, seen
         )
-        if loss_weight is not None:
+        if "loss_weight" in metrics:
             raise ValueError(
                 "`loss_fn` of a step with `embeddings` must return a loss, the mean over the "
                 "examples of a device, got a pair (sum, weight), by which rows are not weighted."
             )
         data = LossData(batch, key, seen)
-        metrics = self._of_replica(metrics, None)
+        metrics = self._of_replica(metrics, weight)
         refused = self.lookup.embeddings.num_refused(requested.counts)
         return Gradients(grads, metrics, model_state, weight, data, rows, refused)
 
@@ -134,18 +134,14 @@ class UpdateWithTables(Update):
 
     # One update.
 
-    def updated(
-        self,
-        state: TrainState,
-        inputs: StepInputs,
-        *,
-        phase: Phase | None = None,
-        like: Any = None,
-        ahead: Ahead,
-    ) -> tuple[TrainState, Metrics, Carry | None]:
-        """Run one update of dense parameters and tables; see `Update.updated`.
+    extra_roles: ClassVar[str] = "device"
 
-        The third result is the request of the next batch.
+    def prepared(
+        self, state: TrainState, inputs: StepInputs, *, like: Any = None, ahead: Ahead
+    ) -> tuple[Done, Metrics, Any]:
+        """Make one update of dense parameters and tables; see `Update.prepared`.
+
+        The third result is the request of the next batch, and the rows that have changed.
         """
         now, then = keyed(state)
 
@@ -165,15 +161,42 @@ class UpdateWithTables(Update):
         tables = self.lookup.embeddings.specs, self.lookup.embeddings.optimizer_specs
         out = Done._make(("shared", *tables)), "device", "shared", "device"
         done, changed, metrics, following = self._on_devices(inside, now, inputs, out)
-        moves_tables = self._moves_tables(state, phase)
-        new = self._exchanged(then, done, phase, moves_tables)
-        metrics = joined(metrics, scale_metrics(state.opt_state, new.opt_state))
-        if following is not None:
+        done = done._replace(pending=done.pending._replace(rng=then.rng))
+        after = done.pending.optimizer_state
+        metrics = joined(metrics, scale_metrics(self.dense(state.opt_state), after))
+        return done, metrics, (following, changed)
+
+    def completed(
+        self,
+        mapped: Any,
+        old: TrainState,
+        new: TrainState,
+        inputs: StepInputs,
+        metrics: Metrics,
+        extra: Any,
+        count: jax.Array,
+        phase: Phase | None,
+        *,
+        ahead: Ahead,
+        like: Any = None,
+    ) -> tuple[TrainState, Metrics, Carry | None]:
+        """Return new state, metrics, and the request of the next batch, of which rows moved."""
+        del old, like
+        following, changed = extra
+        if following is None:
+            return new, metrics, None
+        moves = self._moves_tables(count, phase)
+
+        def patch(tables: PyTree, following: Any, changed: Any, moves: Any, weight: Any) -> Any:
             following, resent = self.lookup.patched(
-                new.params.tables, following, changed, moves_tables, ahead, self.inner_axes
+                tables, following, changed, moves, ahead, self.inner_axes
             )
-            metrics = {**metrics, **unless_idle(resent, inputs.weight)}
-        return new, metrics, following
+            return following, unless_idle(resent, weight)
+
+        roles = "stacked", "device", "device", "shared", "stacked"
+        given = new.params.tables, following, changed, moves, inputs.weight
+        following, resent = mapped(patch, roles, ("device", "stacked"))(*given)
+        return new, {**metrics, **resent}, following
 
     def opened(self, state: TrainState, inputs: StepInputs, *, num_batches: int) -> GradientWindow:
         """Return an empty window with room for the rows of so many batches."""
@@ -252,7 +275,7 @@ class UpdateWithTables(Update):
         An update whose batch has ids that are in no table changes nothing: its results are NaN.
         """
         state, grads = local.dense, reduced.grads
-        _, before, *_ = state.opt_state
+        before = state.opt_state
         finite = None
         if parts_of(before, DynamicLossScaleState):
             finite = ~anywhere(~all_finite(grads.rows), self.inner_axes, None)
@@ -266,7 +289,7 @@ class UpdateWithTables(Update):
             optimizer_state=as_before_if(refused, pending.optimizer_state, before),
             # Counters must count this update, since they decide when gradients are exchanged.
             gradients_state=statistics_before_if(
-                refused, pending.gradients_state, state.opt_state[0]
+                refused, pending.gradients_state, state.exchange.gradients
             ),
             model_state=statistics_before_if(refused, pending.model_state, state.model_state),
         )
@@ -283,43 +306,60 @@ class UpdateWithTables(Update):
         """
         assert gathered.refused is not None, "a `Requested` counts them"
         share = (gathered.refused > 0).astype(gathered.metrics["loss"].dtype)
-        averaging = Averaging.of(self.gradients, state.opt_state[0], self.axis_name)
+        averaging = Averaging.of(self.gradients, state.exchange.gradients, self.axis_name)
         return averaging.mean(share, None) > 0
 
-    def _exchanged(
-        self, state: TrainState, done: Done, phase: Phase | None, moves_tables: bool | jax.Array
-    ) -> TrainState:
-        """Return the state after the exchange.
+    def exchanged(
+        self,
+        state: TrainState,
+        shared: PyTree,
+        update: Done,
+        count: jax.Array,
+        phase: Phase | None,
+        stacked: StackedReplicas,
+    ) -> tuple[TrainState, PyTree]:
+        """Return a replica's state, and the shared state, after the exchange.
 
         If the program decides what is due, all of the exchange of tables is in one branch of a
         conditional. The other branch leaves them in place, so that the cost of local steps does not
         grow with their number.
         """
-        exchanged = partial(self._exchanged_in, phase=phase)
-        alone = partial(self._exchanged_in, phase=())
-        axes = () if self.sync is None else self.sync.algorithm.bound_axes
-        return run_if(moves_tables, exchanged, alone, (state, done), axes=axes)
 
-    def _exchanged_in(self, both: tuple[TrainState, Done], phase: Phase | None) -> TrainState:
+        def exchange(
+            both: tuple[TrainState, PyTree, Done], phase: Phase | None = phase
+        ) -> tuple[TrainState, PyTree]:
+            return self._exchanged_in(*both, count, phase, stacked)
+
+        alone = partial(exchange, phase=())
+        moves_tables = self._moves_tables(count, phase)
+        return run_if(moves_tables, exchange, alone, (state, shared, update), axes=())
+
+    def _exchanged_in(
+        self,
+        state: TrainState,
+        shared: PyTree,
+        done: Done,
+        count: jax.Array,
+        phase: Phase | None,
+        stacked: StackedReplicas,
+    ) -> tuple[TrainState, PyTree]:
         """Return the state after an exchange; the updates of tables in it are zeros."""
-        state, (pending, tables, tables_state) = both
+        pending, tables, tables_state = done
         params = WithTables(state.params.dense, tables)
         updates = WithTables(pending.updates, jax.tree.map(jnp.zeros_like, tables))
-        new = self.exchanged(
-            state._replace(params=params), pending._replace(updates=updates), phase
-        )
-        gradients_state, optimizer_state, sync_state = new.opt_state
+        pending = pending._replace(updates=updates)
+        state = state._replace(params=params)
+        new, shared = super().exchanged(state, shared, pending, count, phase, stacked)
         if self.sync is None or phase == ():
             # No exchange has changed them. Reusing the arrays writes nothing of their size.
             new = new._replace(params=WithTables(new.params.dense, tables))
-        both_states = WithTables(optimizer_state, tables_state)
-        return new._replace(opt_state=(gradients_state, both_states, sync_state))
+        return new._replace(opt_state=WithTables(new.opt_state, tables_state)), shared
 
-    def _moves_tables(self, state: TrainState, phase: Phase | None) -> bool | jax.Array:
-        """Return whether the exchange after `state` changes all tables; an array if traced."""
+    def _moves_tables(self, count: jax.Array, phase: Phase | None) -> bool | jax.Array:
+        """Return whether the exchange of this update changes all tables; an array if traced."""
         if self.sync is None or phase is not None:
             return self.sync is not None and phase != ()
-        return self.sync.due(increment(state.opt_state[-1].count))
+        return self.sync.due(count)
 
     # The states of its parts, and their layout.
 
@@ -334,8 +374,7 @@ class UpdateWithTables(Update):
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """Return the transforms as one, which makes states alone."""
         lookup, embeddings = self.lookup, self.lookup.embeddings
-        optimizers = chain(*self.before_sync())
-        last = no_exchange() if self.sync is None else self.sync
+        optimizers = super().chain()
 
         def both(dense: PyTree, tables: PyTree) -> tuple[PyTree, PyTree]:
             states = optimizers.init(dense)
@@ -351,11 +390,11 @@ class UpdateWithTables(Update):
                 out=("shared", embeddings.optimizer_specs),
             )
             both_states = WithTables(optimizer_state, tables_state)
-            return gradients_state, both_states, last.init(params)
+            return gradients_state, both_states
 
         def update(*_: Any, **__: Any) -> Any:
             raise ValueError(
-                "`step.tx` of a step with `embeddings` makes states alone: gradients of rows are "
+                "The chain of a step with `embeddings` makes states alone: gradients of rows are "
                 "no tree like the parameters. Call the step."
             )
 
@@ -367,12 +406,11 @@ class UpdateWithTables(Update):
 
     def layout(
         self, mesh: AnyMesh, axes: frozenset[str], specs: PyTree | None, params: PyTree
-    ) -> StateLayout:
+    ) -> Layout:
         """Return the layout of states, in which tables have the specs with which they are made."""
-        axis, tables = self.lookup.axis, self.lookup.embeddings.tables
-        rows = {name: table.num_rows for name, table in tables.items()}
+        axis = self.lookup.axis
         if axis is None:
-            return super().layout(mesh, axes, specs, params)._replace(table_rows=rows)
+            return super().layout(mesh, axes, specs, params)
         if specs is None:
             dense = P() if params is None else jax.tree.map(lambda _: P(), params.dense)
         else:
@@ -381,9 +419,9 @@ class UpdateWithTables(Update):
         layout = super().layout(mesh, axes | {axis}, specs, params)
         # It comes last: a batch is split over the other inner axes first.
         inner_axes, data_axes = (*layout.inner_axes, axis), (*layout.data_axes, axis)
-        return layout._replace(inner_axes=inner_axes, data_axes=data_axes, table_rows=rows)
+        return layout._replace(inner_axes=inner_axes, data_axes=data_axes)
 
-    def laid_out(self, layout: StateLayout) -> Self:
+    def laid_out(self, layout: Layout) -> Self:
         """Return this update for a layout."""
         new = super().laid_out(layout)
         return dataclasses.replace(new, param_specs=self.dense(layout.specs))
@@ -404,11 +442,8 @@ class UpdateWithTables(Update):
         """Run `fn` on each device's own part of the state and the inputs."""
         dense, tables_state = state._replace(params=state.params.dense), None
         if state.opt_state:  # an evaluation has none
-            gradients_state, both, *_ = state.opt_state
-            dense, tables_state = (
-                dense._replace(opt_state=(gradients_state, both.dense)),
-                both.tables,
-            )
+            both = state.opt_state
+            dense, tables_state = dense._replace(opt_state=both.dense), both.tables
 
         def inside(*parts: Any) -> Any:
             return fn(Local(*parts[:3]), StepInputs(*parts[3:]))

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.transform import share_of_whole
@@ -99,16 +101,16 @@ def test_it_is_what_the_optimizer_does_on_the_leaves(name, shard_state, parts):
         (js.slowmo("replica", base=BASE, sync_every=4, codec=js.codecs.top_k(0.1)), False),
         (js.diloco("replica"), True),
         (js.diloco("replica", shard_state=False), False),
-        (diloco("sgd"), False),
+        (diloco("sgd"), None),
         (diloco("sgd", shard_state=True), True),
         (js.local_sgd("replica", sync_every=4, delay=1), False),
         (js.only_finite(js.diloco("replica")), True),
     ],
 )
 def test_which_state_is_sharded(sync, is_sharded):
-    """The arguments alone decide: the state of a user's optimizer is whole, unless they promise."""
-    assert sync.algorithm.is_sharded == is_sharded
-    assert ("shared state: sharded" in repr(sync)) == is_sharded
+    """The arguments alone decide; None: in a step, and in a loop of one's own it is whole."""
+    assert sync.algorithm.is_sharded is is_sharded
+    assert ("shared state: sharded" in repr(sync)) == bool(is_sharded)
 
 
 @pytest.mark.parametrize(("size", "is_told"), [(8, True), (64, False)])
@@ -136,6 +138,49 @@ def test_a_block_of_the_shape_of_another_leaf_is_none_that_stays_whole():
         state = jax.vmap(tx.init, axis_name="replica")(stacked)
     assert jax.tree.map(np.shape, state.shared["anchor"]) == {"a": (2, 4, 4), "b": (2, 2, 4)}
     assert share_of_whole(state.shared, stacked) == 0
+
+
+LAYOUTS = {"bias": P(), "head": P("fsdp"), "w": P(None, "fsdp")}
+OF_WHOLE_ARRAYS = {
+    "global norm": MIXING["global norm"],
+    "lamb": MIXING["lamb"],
+    "muon": lambda: optax.contrib.muon(0.1),
+    "by name": ELEMENT_WISE["by name"],
+}
+
+
+@pytest.mark.parametrize("name", OF_WHOLE_ARRAYS)
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_in_a_step_any_of_optax_runs_on_the_sharded_anchor(name, fragments):
+    """It sees whole arrays, which the compiler shards over replicas and inside of them."""
+    params = {n: RNG.normal(size=s).astype(np.float32) for n, s in
+              {"bias": (6,), "head": (8, 6), "w": (6, 8)}.items()}  # fmt: skip
+    batches = RNG.normal(size=(UPDATES, 8, 6)).astype(np.float32)
+
+    def loss(params, batch):
+        found = jnp.tanh(batch @ params["w"]) @ params["head"] + params["bias"][None]
+        return jnp.mean((found - batch) ** 2)
+
+    ends, mesh = [], js.make_mesh({"replica": REPLICAS, "fsdp": 4})
+    for on in mesh, js.virtual_mesh({"replica": REPLICAS}):
+        outer = OF_WHOLE_ARRAYS[name]()
+        sync = js.diloco("replica", sync_every=2, outer_optimizer=outer, fragments=fragments)
+        step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=on)
+        start = params
+        if on is mesh:
+            lies = {n: NamedSharding(mesh, spec) for n, spec in LAYOUTS.items()}
+            start = jax.device_put(params, lies)
+        state = step.init(start)
+        for batch in batches:
+            state, _ = step(state, batch)
+        ends.append(state)
+    assert_close(ends[0].params, ends[1].params, 1e-5)
+    assert_close(ends[0].exchange.shared["anchor"], ends[1].exchange.shared["anchor"], 1e-5)
+    like = [x for x in jax.tree.leaves(ends[0].exchange.shared) if x.shape in ((8, 6), (6, 8))]
+    assert len(like) > 2 or name == "global norm"
+    for x in like:
+        named = {n for e in x.sharding.spec for n in ([e] if isinstance(e, str) else e or ())}
+        assert named == {"replica", "fsdp"}
 
 
 @pytest.mark.parametrize(

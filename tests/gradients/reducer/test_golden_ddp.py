@@ -1,5 +1,10 @@
 """Post-local SGD, Join and no_sync as torch's DistributedDataParallel recorded them."""
 
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -21,30 +26,51 @@ def sgd(meta: dict) -> optax.GradientTransformation:
     return optax.chain(decay, optax.sgd(meta["lr"], momentum=meta["momentum"]))
 
 
-def post_local(meta: dict) -> optax.GradientTransformation:
-    """torch counts steps from 0, its schedules are due where (step - warmup) % period == 0."""
-    everyone, warmup = ("node", "device"), meta["warmup_steps"]
-    if not meta["ddp"]:
-        gradients = optax.identity()
-    else:
-        inside = js.all_reduce_gradients("device" if meta["subgroup_size"] else everyone)
-        gradients = js.post_local_gradients(
-            js.every(1, start=meta["start_localSGD_iter"]),
-            js.all_reduce_gradients(everyone),
-            inside if meta["post_local_gradient_allreduce"] else None,
-        )
+EVERYONE, GROUPS = ("node", "device"), {2: "device", 4: ("node", "device")}
+
+
+def averages(meta: dict, first: int) -> js.ParameterTransform:
+    """Return the averages of parameters for a step whose first update is that number `first`.
+
+    torch counts updates from 0. Averages start at the warm-up's end; a periodic one is due where
+    (update - warmup) % period == 0, a hierarchical one where update % period == 0.
+    """
+    start = max(meta["warmup_steps"] - first, 0)
+
+    def due(period: int, phase: int) -> js.spec.Every:
+        return js.every(period, start=start, offset=1 + phase - first - start)
+
     if meta["averager"] == "periodic":
-        when = js.every(meta["period"], start=warmup, offset=1)
-        average = js.local_sgd(everyone, sync_every=when)
-    else:
-        groups = {2: "device", 4: everyone}
-        average = js.hierarchical_local_sgd(
-            {
-                groups[size]: js.every(period, start=warmup, offset=1 - warmup)
-                for period, size in meta["period"]
-            }
-        )
-    return optax.chain(gradients, sgd(meta), average)
+        return js.local_sgd(EVERYONE, sync_every=due(meta["period"], meta["warmup_steps"]))
+    return js.hierarchical_local_sgd({GROUPS[size]: due(p, 0) for p, size in meta["period"]})
+
+
+def two_steps(case: Case, mesh: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parameters after each update, trained as docs/ddp.md shows post-local SGD."""
+    meta, first, inside = case.meta, 0, None
+    if meta["ddp"]:
+        first = meta["start_localSGD_iter"]
+        if meta["post_local_gradient_allreduce"]:
+            inside = js.all_reduce_gradients(GROUPS[meta["subgroup_size"]])
+
+    def step_of(**exchange: Any) -> Any:
+        return js.make_train_step(linear, sgd(meta), mesh=mesh, axis_name=EVERYONE, **exchange)
+
+    early = step_of(gradients=js.all_reduce_gradients(EVERYONE))
+    late = step_of(gradients=inside, sync=averages(meta, first))
+    state = early.init(case.leaves("init"))
+    for t in range(meta["steps"]):
+        if t == first:
+            moments = jax.tree.map(lambda x: x[0], state.opt_state)
+            state = late.init(early.consensus(state), opt_state=moments)
+        step = early if t < first else late
+        state, _ = step(state, {name: g[:, t] for name, g in case.leaves("G").items()})
+        yield state.params
+
+
+def linear(params: dict[str, Any], batch: dict[str, Any]) -> Any:
+    """Return a loss whose gradient is a replica's only example."""
+    return sum(jnp.vdot(params[name], batch[name][0]) for name in params)
 
 
 def executed(names: list[str], on_devices: set[str]) -> list[tuple[str, str]]:
@@ -56,14 +82,8 @@ def executed(names: list[str], on_devices: set[str]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(("name", "execution"), executed(LOCAL, {"0", "6"}))
 def test_post_local_sgd_and_hierarchical_averaging(name, execution):
     case = Case("ddp_local", name)
-    ours = replay(
-        post_local(case.meta),
-        case.stacked_init(),
-        case.leaves("G"),
-        axes={"node": 2, "device": 2},
-        execution=execution,
-    )
-    for t, params in enumerate(ours):
+    mesh_of = js.virtual_mesh if execution == "vmap" else js.make_mesh
+    for t, params in enumerate(two_steps(case, mesh_of({"node": 2, "device": 2}))):
         for leaf, recorded in case.leaves("param").items():
             np.testing.assert_allclose(params[leaf], recorded[:, t], rtol=5e-6, atol=5e-6)
 

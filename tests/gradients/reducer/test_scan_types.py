@@ -45,9 +45,6 @@ TRANSFORMS = {
     **{f"all_reduce_gradients {name}": reduce(hook) for name, hook in HOOKS.items()},
     "accumulate int8": js.accumulate(js.chain(reduce(js.hooks.int8()), INNER), every=2),
     "accumulate alone": js.accumulate(INNER, every=2),
-    "post_local_gradients twice": js.post_local_gradients(
-        js.every(2, start=1), reduce(js.hooks.int8()), reduce(low_rank())
-    ),
     "all_reduce_rows beside": js.all_reduce_rows(
         "replica", tables=("m",), dense=reduce(js.hooks.int8()), capacity=1
     ),
@@ -185,9 +182,6 @@ EQUAL = {
     "clipped": js.chain(reduce(), js.clip_by_global_norm(1.0), optax.adam(0.1)),
     "skipping": js.skip_unused(js.chain(reduce(), optax.adam(0.1)), "replica"),
     "scaled": js.dynamic_loss_scale(js.chain(reduce(), optax.adam(0.1))),
-    "post-local": js.chain(
-        js.post_local_gradients(js.every(2, start=1), reduce(), reduce()), optax.adam(0.1)
-    ),
     "rows": js.chain(js.all_reduce_rows("replica", tables=("m",), dense=reduce()), optax.adam(0.1)),
 }
 

@@ -85,7 +85,7 @@ def test_push_sum_and_back_without_the_step():
         state, metrics = step(state, {"x": batch["x"], "y": (batch["x"].mean((1, 2, 3)) > 0) * 1})
         first = metrics["loss"].mean() if first is None else first
     assert metrics["loss"].mean() < first - 0.1
-    shares = step.sync.shares(state.opt_state[-1])
+    shares = step.sync.shares(state.exchange)
     wanted = js.consensus(state.params, mesh=step.mesh, shares=shares)
     on_jax.load_back(module, state, step)
     models.assert_close(models.held(module), {**models.held(module), **wanted}, 0)

@@ -182,20 +182,6 @@ def test_the_weight_joins_the_all_reduces_that_there_are(mesh_of):
 
 
 @pytest.mark.parametrize("executor", ["one_program", "host"])
-def test_typed_keys_leave_a_call_a_scalar_and_a_step_exact(mesh_of, executor):
-    mesh, batch = mesh_of({"replica": 2, "stage": 2}), examples(16)
-    pipe = pipes("replicas", executor, mesh)
-    keyed = js.typed_keys(pipe)
-    value, _ = keyed(pipe.layout.stack(PARAMS), batch)
-    assert_close(value, quotient(PARAMS, batch))
-    step = js.make_train_step(
-        keyed, optax.sgd(RATE), gradients=js.all_reduce_gradients("replica"), mesh=mesh
-    )
-    state, _ = step(step.init(PARAMS), batch)
-    assert_close(step.consensus(state), stepped(PARAMS, batch))
-
-
-@pytest.mark.parametrize("executor", ["one_program", "host"])
 def test_parts_without_weight_count_for_nothing(mesh_of, executor):
     """Whole parts of `accumulate`, and then all of them."""
     mesh = mesh_of({"replica": 1, "stage": 2})

@@ -47,7 +47,7 @@ GRADIENTS = {
     "clip": clip(),
     "mean": mean,
     "active": active,
-    "post, clip": js.chain(js.post_local_gradients(late, active, mean), clip()),
+    "active, clip": js.chain(active, clip()),
     "largest": js.chain(mean, clip(0.01, np.inf)),
 }
 SYNCS = {

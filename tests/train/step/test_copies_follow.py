@@ -74,7 +74,7 @@ def copies(state):
     """Return copies of parameters in the state, by name of the parameter."""
     found = {}
     for field, name in COPIES.items():
-        ((_, tree),) = optax.tree.get_all_with_path(state.opt_state[1], field)
+        ((_, tree),) = optax.tree.get_all_with_path(state.opt_state, field)
         found[name] = tree[name]
     return found
 

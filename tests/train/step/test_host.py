@@ -36,29 +36,3 @@ def test_a_run_reads_the_counter_once():
     fresh = jax.tree.map(jnp.copy, state)
     assert step.next_phase(fresh) == ()
     assert step.next_phase(step(fresh, BATCH)[0]) == ()
-
-
-def after_update_without_exchange(sync, state):
-    """Return the state after an update of zeros by `sync` alone, with its exchange skipped."""
-
-    def one(params, opt_state):
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return sync.update(zeros, opt_state, params, communicate=False)[1]
-
-    after = jax.vmap(one, axis_name="replica")(state.params, state.opt_state[-1])
-    return state._replace(opt_state=(*state.opt_state[:2], after))
-
-
-def test_both_modes_take_the_same_phases_after_a_skipped_exchange():
-    """Each exchange is a round of the graph's rotation, and a skipped one is none."""
-    sync = js.sgp("replica", graph=js.topology.directed_exponential(4))
-    sync, ends = js.slowmo("replica", base=sync, sync_every=4), []
-    for mode in ("traced", "host"):
-        step, state = step_of(sync, mode)
-        state, phases = after_update_without_exchange(sync, step(state, BATCH)[0]), []
-        for _ in range(5):
-            phases.append(step.next_phase(state))
-            state, _ = step(state, BATCH)
-        assert phases == [("round 1",), ("slow",), ("round 2",), ("round 3",), ("round 0",)]
-        ends.append(np.asarray(state.params["w"]))
-    np.testing.assert_allclose(*ends, rtol=1e-6)

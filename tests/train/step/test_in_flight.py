@@ -28,18 +28,32 @@ def waits(monkeypatch):
     return seen
 
 
-def test_a_step_waits_for_the_ninth_last_result(waits):
+def test_a_step_waits_so_that_eight_are_unfinished_at_most(waits):
     sync, mesh = js.local_sgd("replica", sync_every=2), js.make_mesh({"replica": 4})
     step = js.make_train_step(
         lambda p, b: jnp.mean((b @ p) ** 2), optax.sgd(0.1), sync=sync, mesh=mesh
     )
     state, losses = step.init(jnp.ones(3)), []
     waits.clear()
-    for n in range(1, MOST + 4):
+    for n in range(1, 2 * MOST + 2):
         state, metrics = step(state, jnp.ones((4, 3)))
         losses.append(metrics["loss"])
-        assert len(waits) == max(0, n - MOST)
-    assert all(waited is loss for waited, loss in zip(waits, losses[:3], strict=True))
+        assert len(waits) == max(0, (n - MOST + 3) // 4)
+    assert all(waited is loss for waited, loss in zip(waits, losses[3::4][:3], strict=True))
+
+
+def test_a_step_on_one_device_waits_for_nothing(waits):
+    step = js.make_train_step(
+        lambda p, b: jnp.mean((b @ p) ** 2),
+        optax.sgd(0.1),
+        sync=js.local_sgd("replica"),
+        mesh=js.virtual_mesh({"replica": 4}),
+    )
+    state = step.init(jnp.ones(3))
+    waits.clear()
+    for _ in range(2 * MOST):
+        state, _ = step(state, jnp.ones((4, 3)))
+    assert waits == []
 
 
 def test_a_loop_whose_every_result_is_donated(mesh_of, waits):

@@ -39,9 +39,7 @@ def test_a_loss_function_may_refuse_to_run():
                 raise ValueError("the program is out of date")
 
     mesh = js.virtual_mesh({"replica": 2})
-    step = js.make_train_step(
-        js.typed_keys(Loss()), optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh
-    )
+    step = js.make_train_step(Loss(), optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh)
     state, _ = step(step.init({"w": jnp.ones(3)}), jnp.zeros((2, 3)))
     out_of_date.append(True)
     for run in (step, step.evaluate, step.collect):

@@ -14,6 +14,7 @@ PARAMS = {"w": np.ones(64, np.float32)}
 BATCH = np.ones((8, 1), np.float32)
 AVERAGE = js.local_sgd("replica")
 RAW = {"key": np.array([7, 0], np.uint32), "count": jnp.uint32(0), "ids": jnp.arange(2)}
+TYPED = {**RAW, "key": jax.random.wrap_key_data(RAW["key"])}
 
 
 def loss(params, batch, *, model_state):
@@ -31,10 +32,10 @@ def loss(params, batch, *, model_state):
 
 def raw_loss(params, batch, *, model_state):
     """Draws as Keras does: from a seed and a counter in one leaf of two uint32."""
-    key = model_state["key"]
-    assert (key.dtype, key.shape) == (jnp.uint32, (2,))
-    value, (metrics, after) = loss(params, batch, model_state=model_state)
-    return value, (metrics, {**after, "key": key + jnp.array([0, 1], jnp.uint32)})
+    key = jax.random.key_data(model_state["key"])
+    value, (metrics, after) = loss(params, batch, model_state={**model_state, "key": key})
+    key = jax.random.wrap_key_data(key + jnp.array([0, 1], jnp.uint32))
+    return value, (metrics, {**after, "key": key})
 
 
 def step_of(fn, mesh, sync=AVERAGE, **options):
@@ -50,14 +51,10 @@ PLACES = {
 
 
 @pytest.mark.parametrize(
-    ("place", "kind", "raw"),
-    [
-        ("one inside", "auto", True),
-        ("two inside", "virtual", False),
-        ("two of replicas", "auto", False),
-    ],
+    ("place", "kind"),
+    [("one inside", "auto"), ("two inside", "virtual"), ("two of replicas", "auto")],
 )
-def test_no_two_draws_of_a_run_have_one_key(place, kind, raw):
+def test_no_two_draws_of_a_run_have_one_key(place, kind):
     """Over replicas, devices, microbatches, batches of a window and updates; of state and step."""
     axes, axis_name = PLACES[place]
     seen = []
@@ -66,23 +63,21 @@ def test_no_two_draws_of_a_run_have_one_key(place, kind, raw):
         seen.append(np.asarray(words).tobytes())
 
     def drawn(params, batch, *, rng, model_state):
-        own = jax.random.wrap_key_data(model_state["key"]) if raw else model_state["key"]
-        of_state = jax.random.fold_in(own, model_state["count"])
+        of_state = jax.random.fold_in(model_state["key"], model_state["count"])
         for key in (of_state, rng):
             jax.debug.callback(record, jax.random.key_data(key))
         after = {**model_state, "count": model_state["count"] + 1}
         return jnp.mean(params["w"]) * batch.mean(), ({}, after)
 
-    key = jax.random.key(5)
     step = js.make_train_step(
-        js.typed_keys(drawn) if raw else drawn,
+        drawn,
         optax.sgd(0.1),
         sync=js.local_sgd(axis_name),
         mesh=MESHES[kind](axes),
         axis_name=axis_name,
         accumulate=2,
     )
-    start = {"key": jax.random.key_data(key) if raw else key, "count": jnp.uint32(0)}
+    start = {"key": jax.random.key(5), "count": jnp.uint32(0)}
     state, batch = step.init(PARAMS, model_state=start), np.ones((16, 1), np.float32)
     for _ in range(2):
         window, _ = step.collect(state, batch)
@@ -116,10 +111,10 @@ def test_replica_0_draws_what_one_replica_would():
     assert np.array_equal(kept[:, 0], alone[:, 0])
 
 
-def test_raw_keys_become_the_replicas_own():
+def test_keys_that_a_loss_uses_raw_become_the_replicas_own():
     mesh, options = js.virtual_mesh({"replica": 2, "device": 2}), {"policy": js.Policy("bfloat16")}
-    step = step_of(js.typed_keys(raw_loss), mesh, model_state="broadcast", accumulate=2, **options)
-    state = step.init(PARAMS, model_state=RAW)
+    step = step_of(raw_loss, mesh, model_state="broadcast", accumulate=2, **options)
+    state = step.init(PARAMS, model_state=TYPED)
     before = np.asarray(jax.random.key_data(state.model_state["key"]))
     assert np.array_equal(before[0], RAW["key"])  # replica 0 draws what one replica would
     assert not np.array_equal(before[0], before[1])
@@ -130,37 +125,19 @@ def test_raw_keys_become_the_replicas_own():
     assert np.array_equal(state.model_state["ids"], [[0, 1]] * 2)
 
 
-def test_keys_without_a_type_are_told_and_refused_where_they_must_have_one():
+def test_keys_without_a_type_are_told():
     """All replicas would draw alike."""
-    mesh = js.virtual_mesh({"replica": 2})
-    step, plain = step_of(js.typed_keys(raw_loss), mesh), step_of(loss, mesh)
-    with pytest.warns(UserWarning, match="`model_state`: key "):
-        raw = plain.init(PARAMS, model_state=RAW)
-    typed = {**RAW, "key": jax.random.wrap_key_data(RAW["key"])}
-    plain.init(PARAMS, model_state=typed)  # warnings are errors
+    step = step_of(loss, js.virtual_mesh({"replica": 2}))
+    with pytest.warns(UserWarning, match="`model_state`: key .*jax.random.wrap_key_data"):
+        step.init(PARAMS, model_state=RAW)
+    step.init(PARAMS, model_state=TYPED)  # warnings are errors
     one = step_of(loss, js.virtual_mesh({"replica": 1}), "none")
     one.init(PARAMS, model_state=RAW)
-    for _ in range(2):  # also once there is a program
-        with pytest.raises(ValueError, match=r"`model_state`.* key is uint32\[2\]"):
-            step(raw, BATCH)
-        state, _ = step(step.init(PARAMS, model_state=RAW), BATCH)
-    step(state, BATCH)
-
-
-@pytest.mark.parametrize("key", [np.zeros(3, np.uint32), np.zeros(2, np.int32)])
-def test_a_loss_function_that_returns_no_key_is_refused(key):
-    def without(params, batch, *, model_state):
-        value, (metrics, after) = raw_loss(params, batch, model_state=model_state)
-        return value, (metrics, {**after, "key": jnp.asarray(key)})
-
-    step = step_of(js.typed_keys(without), js.virtual_mesh({"replica": 2}))
-    with pytest.raises(ValueError, match=rf"`loss_fn`.* key .*{key.dtype}\[{key.size}\]"):
-        step(step.init(PARAMS, model_state=RAW), BATCH)
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_raw_keys_of_every_generator(impl):
-    """Some have four words. Plain ones are warned of; `js.typed_keys` makes them own ones."""
+def test_keys_of_every_generator(impl):
+    """Some have four words. Raw ones are warned of; typed ones become the replicas' own."""
 
     def draws(params, batch, *, rng, model_state):
         noise = jax.random.uniform(model_state["key"])
@@ -168,15 +145,14 @@ def test_raw_keys_of_every_generator(impl):
         return jnp.sum(params["w"]), ({"noise": noise, "own": jax.random.uniform(rng)}, after)
 
     with jax.default_prng_impl(impl):
-        mesh, start = js.make_mesh({"replica": 4}), {"key": jax.random.PRNGKey(3)}
-        plain, typed = (step_of(fn, mesh, "none") for fn in (draws, js.typed_keys(draws)))
+        step, raw = step_of(draws, js.make_mesh({"replica": 4}), "none"), jax.random.PRNGKey(3)
         with pytest.warns(UserWarning, match=r"`model_state`: key "):
-            state = plain.init(PARAMS, model_state=start)
-        assert len(np.unique(plain(state, BATCH)[1]["noise"])) == 1  # what the warning says
-        state = typed.init(PARAMS, model_state=start)
+            state = step.init(PARAMS, model_state={"key": raw})
+        assert len(np.unique(step(state, BATCH)[1]["noise"])) == 1  # what the warning says
+        state = step.init(PARAMS, model_state={"key": jax.random.wrap_key_data(raw)})
         assert str(jax.random.key_impl(state.model_state["key"])) == impl
         for _ in range(2):
-            state, metrics = typed(state, BATCH)
+            state, metrics = step(state, BATCH)
             assert len(np.unique(metrics["noise"])) == len(np.unique(metrics["own"])) == 4
 
 

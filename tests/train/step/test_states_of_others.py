@@ -1,4 +1,4 @@
-"""A step refuses the state that a step of another algorithm has made, for all pairs of them."""
+"""A step refuses the state of a step of another algorithm, unless both have the same form."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +25,9 @@ SYNCS = {
     "all_reduce": None,
 }
 
+# Algorithms that remember nothing have one form, and whole and sharded state differ in the layout.
+SAME = [{"none", "local_sgd"}, {"slowmo", "slowmo whole"}]
+
 
 def step_of(name, mode="traced"):
     mean = js.all_reduce_gradients("replica") if name == "all_reduce" else None
@@ -35,6 +38,7 @@ def step_of(name, mode="traced"):
         gradients=mean,
         mesh=js.virtual_mesh({"replica": 2}),
         mode=mode,
+        donate=False,
     )
 
 
@@ -48,12 +52,15 @@ def states():
 )
 def test_every_other_state_is_refused(name, mode, states):
     step = step_of(name, mode)
-    for other in [x for x in states if x != name]:
-        with pytest.raises(ValueError, match="state"):
-            step(states[other], BATCH)
-        step.evaluate(states[other], BATCH)  # a batch is evaluated whatever made the state
-    with pytest.raises(ValueError, match=r"`sync`.* has tuple"):
+    alike = next((names for names in SAME if name in names), {name})
+    with pytest.raises(ValueError, match=r"same `optimizer`: this one needs "):
         step(states[name]._replace(opt_state=()), BATCH)
-    with pytest.raises(ValueError, match=r"same `sync`: .* has ExchangeState|it lacks \["):
-        step.next_phase(states["local_sgd"])
-    step(step_of(name).init(PARAMS), BATCH)
+    for other in states:
+        if other in alike:
+            step(states[other], BATCH)
+        else:
+            with pytest.raises(ValueError, match=r"same `sync`: .* lacks |same `gradients`: "):
+                step(states[other], BATCH)
+        step.evaluate(states[other], BATCH)  # a batch is evaluated whatever made the state
+    with pytest.raises(ValueError, match=r"same `sync`: .* lacks"):
+        step.next_phase(states["diloco"])

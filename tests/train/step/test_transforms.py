@@ -46,10 +46,8 @@ def own_average():
         {"optimizer": optax.chain(sgd, js.sgp("replica"))},
         {"optimizer": optax.chain(sgd, js.diloco("replica"))},
         {"optimizer": optax.chain(sgd, js.hierarchical_local_sgd({"replica": 2}))},
-        {"optimizer": js.accumulate(optax.chain(average, sgd), every=2)},
         {"optimizer": js.skip_unused(optax.chain(average, sgd), "replica")},
         {"optimizer": optax.chain(js.all_reduce_rows("replica"), sgd)},
-        {"optimizer": optax.chain(js.post_local_gradients(js.every(2, start=4), average), sgd)},
         {"sync": "none"},
     ],
 )
@@ -58,47 +56,31 @@ def test_what_makes_replicas_agree_or_is_told(options):
     assert step.traced_by_phase(jax.eval_shape(step.init, PARAMS), BATCHES[0])
 
 
+@pytest.mark.parametrize(
+    ("argument", "transform"),
+    [
+        ("gradients", js.accumulate(average, every=2)),
+        ("optimizer", js.accumulate(optax.chain(average, sgd), every=2)),
+        ("optimizer", optax.chain(js.accumulate(sgd, 2), optax.scale(0.5))),
+        ("optimizer", optax.masked(js.accumulate(sgd, 2), ALL)),
+        ("optimizer", js.dynamic_loss_scale(js.accumulate(sgd, 2))),
+    ],
+)
+def test_a_step_collects_by_itself_and_takes_no_wrapper_that_does(argument, transform):
+    with pytest.raises(ValueError, match=f"`{argument}`.*js.accumulate.*step.collect"):
+        step_of(sync=local, **{argument: transform}).init(PARAMS)
+
+
 def test_no_transform_of_ours_is_taken_for_one_by_hand():
     """Each one inside of a chain of optax, with all that it sends."""
     mesh = js.make_mesh({"replica": 4})
     for tx in [
         js.all_reduce_gradients("replica", hook=js.hooks.powersgd(1, start_step=2)),
         js.all_reduce_gradients("replica", hook=js.hooks.int8()),
-        js.post_local_gradients(js.every(2, start=4), average),
         js.all_reduce_rows("replica", tables=("w",), capacity=1),
         js.skip_unused(sgd, "replica"),
         js.dynamic_loss_scale(optax.chain(average, sgd), "replica"),
-        js.accumulate(optax.chain(average, sgd), 2),
         js.slowmo("replica", base=js.sgp("replica"), sync_every=6),
         js.only_finite(local),
     ]:
         step_of(optax.masked(tx, ALL), mesh, sync="none").init(PARAMS)
-
-
-@pytest.mark.parametrize(("kind", "wrapped"), [("devices", False), ("virtual", True)])
-def test_one_replicas_state_for_all_is_refused(kind, wrapped):
-    """`flax.jax_utils.unreplicate` keeps replica 0's part of the anchor, and loses the others."""
-    mesh = KINDS[kind]({"replica": 4})
-    sync = js.slowmo("replica", base=local, sync_every=6)
-    sync = js.only_finite(sync) if wrapped else sync
-
-    def fresh():
-        return step_of(mesh=mesh, sync=sync, donate=False)
-
-    state = fresh().init({**PARAMS, "w": np.arange(24.0, dtype=np.float32).reshape(8, 3)})
-
-    def of_the_first(x):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return x
-        return jax.device_put(np.stack([np.asarray(x)[0]] * 4), x.sharding)
-
-    lost = jax.tree.map(of_the_first, state)
-    with pytest.raises(ValueError, match=r"`state`: .*js\.consensus"):
-        fresh()(lost, BATCHES[0])
-    fresh()(state, BATCHES[0])
-    # Parameters that start as one number have equal parts.
-    fresh()(fresh().init(jax.tree.map(np.zeros_like, PARAMS)), BATCHES[0])
-    # So have those that repeat themselves; a state that this step has made is known to be whole.
-    repeated = {"w": np.tile(np.arange(128, dtype=np.float32), 64)}
-    step = js.make_train_step(lambda p, b: jnp.mean(p["w"][None] * b), sgd, mesh=mesh, sync=sync)
-    step(step.init(repeated), np.ones((8, 1), np.float32))

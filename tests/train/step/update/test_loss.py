@@ -41,7 +41,7 @@ def test_equal_microbatches_give_the_gradient_of_one():
     for _ in range(300):
         window, _ = step.collect(state, ones[:2], window=window)
     state, metrics = step.apply(state, window)
-    assert window.totals["w"].dtype == np.float32
+    assert window.grads.sum["w"].dtype == np.float32
     assert state.params["w"].dtype == dtype
     np.testing.assert_array_equal(state.params["w"].astype(np.float32), -8)
     np.testing.assert_array_equal(metrics["loss"], 8)

@@ -52,10 +52,10 @@ def forget():
 
 def of_replica(state, replica):
     """Return what an update changes, on the host, without counters of exchanges and keys."""
-    floats = [x for x in jax.tree.leaves(state.opt_state[0]) if jnp.issubdtype(x.dtype, float)]
-    return jax.tree.map(
-        lambda x: np.asarray(x[replica]), (state.params, state.opt_state[1], floats)
-    )
+    floats = [
+        x for x in jax.tree.leaves(state.exchange.gradients) if jnp.issubdtype(x.dtype, float)
+    ]
+    return jax.tree.map(lambda x: np.asarray(x[replica]), (state.params, state.opt_state, floats))
 
 
 def whole(state):

@@ -35,18 +35,16 @@ OPTIMIZERS = {
     "polyak": optax.polyak_sgd(max_learning_rate=0.5),  # is told the loss
     "every second": promoting(optax.MultiSteps(optax.sgd(RATE), 2).gradient_transformation()),
 }
-# Those that have another form in the step.
-OURS = {"every second": js.accumulate(optax.sgd(RATE), every=2)}
 OPTIONS = {
     "kind": [
         *("auto", "explicit", "virtual", "auto inner", "virtual two", "auto fsdp", "auto two"),
         "virtual inner",
     ],
-    "reduce": ["none", "initial", "active", "early"],
+    "reduce": ["none", "initial", "active"],
     "clip": ["none", "gradients", "optimizer"],
     "scaled": [False, True],
     "optimizer": list(OPTIMIZERS),
-    "sync": ["none", "local_sgd"],
+    "sync": ["none", "local_sgd", "late"],
     "accumulate": [1, 2],
     "window": [0, 1, 2],  # batches before the last one of an update
     "apply": [False, True],
@@ -63,10 +61,6 @@ SPECS = {"b": (), "w": ("fsdp",)}
 
 def possible(run):
     """Return the run, without what cannot stand beside the rest."""
-    if run["reduce"] == "early":
-        run |= {"kind": run["kind"].removesuffix(" inner").removesuffix(" two"), "sync": "late"}
-    if run["optimizer"] == "every second" and run["reduce"] in ("none", "early"):
-        run["weighted"] = False  # ours weighs what a replica collects by itself
     if run["sync"] == run["reduce"] == "none":  # replicas apart exchange no model state
         run["model_state"] = "local"
     return run
@@ -103,15 +97,11 @@ def weight_of(run, update, batch):
 def made(run):
     """Return the step."""
     optimizer, clip = OPTIMIZERS[run["optimizer"]], js.clip_by_global_norm(MAX_NORM)
-    optimizer = OURS.get(run["optimizer"], optimizer)
     (kind, *inside), parts = run["kind"].split(), []
     inner = INSIDE[inside[0]] if inside else {}
     if run["reduce"] != "none":
         axes = ("replica", *(name for name in inner if name != "fsdp"))
-        divide_by = "active" if run["reduce"] == "early" else run["reduce"]
-        parts = [js.all_reduce_gradients(axes, divide_by=divide_by)]
-    if run["reduce"] == "early":
-        parts = [js.post_local_gradients(LATE, *parts)]
+        parts = [js.all_reduce_gradients(axes, divide_by=run["reduce"])]
     if run["clip"] == "gradients":
         parts.append(clip)
     elif run["clip"] == "optimizer":
@@ -145,7 +135,7 @@ def by_hand(run):
     devices = {"inner": 2, "two": 4}.get(run["kind"].split()[-1], 1)
     parts = devices, run["accumulate"]
     for t, batches in enumerate(given(run), 1):
-        averages = run["reduce"] != "none" and (run["reduce"] != "early" or t <= START)
+        averages = run["reduce"] != "none"
         seen = [stats[0] if run["model_state"] == "broadcast" else s for s in stats]
         grads, values, weights, told, used = [], [], [], [], list(scales)
         for r in range(REPLICAS):

@@ -70,7 +70,7 @@ def test_traced_local_steps_write_rows_alone(name):
     known = computations(compiled(num_rows, num_shards, sync).as_text())
     smallest = num_rows // num_shards  # an accumulator of the row-wise optimizer
     assert writes(known["entry"], known, smallest) == []
-    table = f"f32[{smallest},{DIM}]"
+    table = f"f32[1,{smallest},{DIM}]"  # of one replica
     (choice,) = [
         x
         for x in known["entry"]

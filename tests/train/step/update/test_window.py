@@ -57,7 +57,7 @@ def test_a_window_is_used_up(donate):
     assert np.all(np.asarray(window.count) == 2)
     step.apply(state, window)
     for used in (first, window):
-        assert all(x.is_deleted() == donate for x in jax.tree.leaves(used.totals))
+        assert all(x.is_deleted() == donate for x in jax.tree.leaves(used.grads.sum))
         if donate:
             with pytest.raises(ValueError, match="`window`"):
                 step.apply(step.init(PARAMS), used)

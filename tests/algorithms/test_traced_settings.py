@@ -1,4 +1,6 @@
-"""`js.Sweep`: equal to the training step of each setting and seed."""
+"""Many settings and seeds in one program, each equal to the training step of its own."""
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -70,16 +72,22 @@ def chain_of(name):
     return make
 
 
-def swept(make, *, parts=(STEPS,), **options):
-    sweep = js.Sweep(loss_fn=loss_fn, make=make, settings=SETTINGS, replicas=REPLICAS, **options)
-    state, losses, begin = sweep.init(stacked(parameters)), [], 0
-    for part in parts:
-        now = jax.tree.map(lambda x: x[:, begin : begin + part], stacked(batches))  # noqa: B023
-        state, loss = sweep.run(state, now)
-        losses.append(np.asarray(loss))
-        begin += part
-    assert state.count == STEPS
-    return sweep.consensus(state), np.concatenate(losses, axis=-1)
+def one_run(make, setting, params, batches):
+    """Train virtual replicas as docs/choosing.md does; return the last model and all losses."""
+    tx, mesh = make(setting), js.virtual_mesh({"replica": REPLICAS})
+
+    def update(replica, batch):
+        params, state = replica
+        loss, gradients = jax.value_and_grad(loss_fn)(params, batch)
+        updates, state = tx.update(gradients, state, params)
+        return (optax.apply_updates(params, updates), state), loss
+
+    over_replicas = partial(jax.vmap, axis_name="replica", axis_size=REPLICAS)
+    replicas = over_replicas(lambda params: (params, tx.init(params)), in_axes=None)(params)
+    (params, state), losses = jax.lax.scan(over_replicas(update), replicas, batches)
+    sync = tx.parts[-1]
+    shares = sync.shares(state[-1]) if isinstance(sync, js.ParameterTransform) else None
+    return js.consensus(params, mesh=mesh, shares=shares), losses.mean(1)
 
 
 def trained(transform, seed):
@@ -95,9 +103,12 @@ def trained(transform, seed):
 
 @pytest.mark.filterwarnings("ignore:.*no multiple", "ignore:slowmo without")
 @pytest.mark.parametrize("name", sweep(["all_reduce", *SYNCS], lambda name: name in USUAL))
-def test_each_run_equals_a_training_step_of_its_setting(name):
-    """Other settings and seeds than the first; in several calls of `run`."""
-    models, losses = swept(chain_of(name), parts=(5, 5), at_once=2)
+def test_each_run_of_many_equals_a_training_step_of_its_setting(name):
+    """Hyperparameters may be traced, with other values in each run of one program."""
+    settings = jax.tree.map(jnp.asarray, SETTINGS, is_leaf=lambda x: isinstance(x, list))
+    over_seeds = jax.vmap(partial(one_run, chain_of(name)), in_axes=(None, 0, 0))
+    over_settings = jax.jit(jax.vmap(over_seeds, in_axes=(0, None, None)))
+    models, losses = over_settings(settings, stacked(parameters), stacked(batches))
     assert losses.shape == (3, SEEDS, STEPS)
     for number, seed in ((1, 1), (2, 0)):
         setting = {key: values[number] for key, values in SETTINGS.items()}
@@ -105,15 +116,3 @@ def test_each_run_equals_a_training_step_of_its_setting(name):
         np.testing.assert_allclose(losses[number, seed], expected, rtol=2e-5)
         for leaf, values in models.items():
             np.testing.assert_allclose(values[number, seed], model[leaf], rtol=1e-4, atol=1e-6)
-
-
-def test_an_update_runs_the_branch_of_its_own_exchange_alone():
-    """A select would run all of them; the conditional stays one under three maps."""
-    make = chain_of("slowmo")
-    sweep = js.Sweep(loss_fn=loss_fn, make=make, settings=SETTINGS, replicas=REPLICAS)
-    run = jax.jit(
-        lambda models, batches: sweep.run(js.train.SweepState(*models, count=0), batches)[1]
-    )
-    state = sweep.init(stacked(parameters))
-    program = run.lower((state.params, state.opt_state), stacked(batches)).as_text()
-    assert program.count("stablehlo.case") == 1

@@ -1,0 +1,364 @@
+"""`js.with_exchange` around steps of other libraries trains as `js.make_train_step` does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState as FlaxState
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxslowmo as js
+
+REPLICAS, WIDTH, HIDDEN = 4, 8, 16
+RANDOM = np.random.default_rng(0)
+BATCHES = RANDOM.normal(size=(7, 2 * REPLICAS, WIDTH)).astype(np.float32)
+PARAMS = {
+    "bias": np.zeros(WIDTH, np.float32),
+    "in": 0.3 * RANDOM.normal(size=(WIDTH, HIDDEN)).astype(np.float32),
+    "out": 0.3 * RANDOM.normal(size=(HIDDEN, WIDTH)).astype(np.float32),
+}
+SPECS = {"bias": P(), "in": P(None, "fsdp"), "out": P("fsdp")}
+MESHES = {
+    "virtual": lambda: js.virtual_mesh({"replica": REPLICAS}),
+    "devices": lambda: js.make_mesh({"replica": REPLICAS}),
+    "fsdp": lambda: js.make_mesh({"replica": REPLICAS, "fsdp": 2}),
+}
+ADAM = optax.adam(0.02, eps=1e-4)
+SYNCS = {
+    "local_sgd": lambda: js.local_sgd("replica", sync_every=2),
+    "diloco": lambda: js.diloco("replica", sync_every=3),
+    "slowmo of sgp": lambda: js.slowmo("replica", base=js.sgp("replica"), sync_every=4),
+    "fragments": lambda: js.diloco("replica", sync_every=4, delay=1, fragments=2, merge=0.5),
+}
+
+
+def loss_fn(params, batch):
+    found = jnp.tanh(batch @ params["in"]) @ params["out"] + params["bias"][None]
+    return jnp.mean((found - batch) ** 2)
+
+
+def stepped(state, batch, reduce_gradients=lambda grads: grads, optimizer=ADAM):
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+    updates, opt_state = optimizer.update(reduce_gradients(grads), state["opt"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return state | {"params": params, "opt": opt_state, "n": state["n"] + 1}, {"loss": loss}
+
+
+def start(params, optimizer=ADAM):
+    return {"params": params, "opt": optimizer.init(params), "n": 0}
+
+
+PARTS = {
+    "get_params": lambda state: state["params"],
+    "set_params": lambda state, params: state | {"params": params},
+}
+MOMENTS = {
+    "get_opt_state": lambda state: state["opt"],
+    "set_opt_state": lambda state, opt_state: state | {"opt": opt_state},
+}
+
+
+def plain(params):
+    return stepped, start(params), PARTS, lambda params: params
+
+
+def flax(params):
+    def train_step(state, batch):
+        loss, grads = jax.value_and_grad(state.apply_fn)(state.params, batch)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    parts = {
+        "get_params": lambda state: state.params,
+        "set_params": lambda state, params: state.replace(params=params),
+    }
+    state = FlaxState.create(apply_fn=loss_fn, params=params, tx=ADAM)
+    return train_step, state, parts, lambda params: params
+
+
+class Model(nnx.Module):
+    def __init__(self, params):
+        for name, value in params.items():
+            setattr(self, name, nnx.Param(jnp.asarray(value)))
+
+
+def of_nnx(params):
+    model = Model(params)
+    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
+    graphdef, variables, rest = nnx.split((model, optimizer), nnx.Param, ...)
+
+    def train_step(state, batch):
+        model, optimizer = nnx.merge(graphdef, *state, copy=True)
+
+        def loss_of(model):
+            return loss_fn({name: getattr(model, name)[...] for name in PARAMS}, batch)
+
+        loss, grads = nnx.value_and_grad(loss_of)(model)
+        optimizer.update(model, grads)
+        return nnx.split((model, optimizer), nnx.Param, ...)[1:], {"loss": loss}
+
+    parts = {
+        "get_params": lambda state: state[0],
+        "set_params": lambda state, variables: (variables, state[1]),
+    }
+    return train_step, (variables, rest), parts, lambda params: nnx.to_pure_dict(params)[0]
+
+
+FORMS = {"plain": plain, "flax": flax, "nnx": of_nnx}
+
+
+def placed(mesh):
+    if "fsdp" not in mesh.shape:
+        return PARAMS
+    return {name: jax.device_put(x, NamedSharding(mesh, SPECS[name])) for name, x in PARAMS.items()}
+
+
+def reference(sync, optimizer=ADAM, weights=None, loss=loss_fn, model_state=None, **options):
+    """Return the step of this package on virtual replicas, and its last state."""
+    mesh = js.virtual_mesh({"replica": REPLICAS})
+    step = js.make_train_step(loss, optimizer, sync=sync, mesh=mesh, donate=False, **options)
+    state = step.init(PARAMS, model_state=model_state)
+    for i, batch in enumerate(BATCHES):
+        state, _ = step(state, batch, None if weights is None else weights[i])
+    return step, state
+
+
+@functools.cache
+def known(sync):
+    return reference(SYNCS[sync]())
+
+
+def assert_close(tree, expected, tolerance=2e-6):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance),
+        *jax.device_get((tree, expected)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("form", "sync", "mesh", "mode", "map_with"),
+    [
+        ("plain", "local_sgd", "virtual", "host", "shard_map"),
+        ("plain", "slowmo of sgp", "devices", "host", "vmap"),
+        ("plain", "fragments", "fsdp", "traced", "shard_map"),
+        ("plain", "slowmo of sgp", "fsdp", "traced", "vmap"),
+        ("flax", "diloco", "devices", "traced", "shard_map"),
+        ("flax", "fragments", "fsdp", "host", "vmap"),
+        ("nnx", "fragments", "virtual", "traced", "vmap"),
+        ("nnx", "diloco", "fsdp", "host", "shard_map"),
+    ],
+)
+def test_a_step_of_another_library_trains_as_the_training_step(form, sync, mesh, mode, map_with):
+    """So does a scan of it. State that is sharded inside a replica stays so."""
+    mesh = MESHES[mesh]()
+    train_step, state, parts, as_dict = FORMS[form](placed(mesh))
+    settings = {"mesh": mesh, "mode": mode, "map_with": map_with}
+    step = js.with_exchange(train_step, SYNCS[sync](), **settings, **parts)
+    other, expected = known(sync)
+    called, scanned = step.init(state), step.init(state)
+    losses = []
+    for t, batch in enumerate(BATCHES, 1):
+        assert step.next_phase(called) == step.phase(t) == other.phase(t)
+        called, metrics = step(called, batch)
+        losses.append(metrics["loss"])
+    first, then = BATCHES[:5], BATCHES[5:]
+    scanned, before = step.scan(scanned, first)
+    scanned, after = step.scan(scanned, then)
+    assert step.next_phase(scanned) == other.next_phase(expected)
+    assert_close(np.concatenate([before["loss"], after["loss"]]), np.stack(losses))
+    for end in called, scanned:
+        params = as_dict(parts["get_params"](end.state))
+        assert_close(params, expected.params)
+        assert_close(as_dict(step.consensus(end)), other.consensus(expected))
+        if "fsdp" in mesh.shape:
+            for name, x in params.items():
+                lies = NamedSharding(mesh, P("replica", *SPECS[name]))
+                assert x.sharding.is_equivalent_to(lies, x.ndim)
+    report = js.comm_report(step, called, BATCHES[0])
+    if "local" in report.kinds:
+        assert not [row for row in report.select(kind="local") if "replica" in row.axis]
+
+
+WEIGHTS = RANDOM.integers(1, 4, size=(len(BATCHES), REPLICAS)).astype(np.float32)
+WEIGHTS[3:, 1] = 0
+
+
+def run(step, state, **options):
+    for i, batch in enumerate(BATCHES):
+        given = {name: values[i] for name, values in options.items()}
+        state, metrics = step(state, batch, **given)
+    return state, metrics
+
+
+@pytest.mark.parametrize(
+    ("mesh", "map_with"), [("virtual", "shard_map"), ("devices", "vmap"), ("fsdp", "shard_map")]
+)
+def test_a_replica_of_weight_0_keeps_its_state_and_follows_the_others(mesh, map_with):
+    mesh = MESHES[mesh]()
+    step = js.with_exchange(stepped, SYNCS["local_sgd"](), mesh=mesh, map_with=map_with, **PARTS)
+    end, metrics = run(step, step.init(start(placed(mesh))), weight=WEIGHTS)
+    _, expected = reference(SYNCS["local_sgd"](), weights=WEIGHTS)
+    assert_close(end.state["params"], expected.params)
+    assert_close(end.state["opt"], expected.opt_state)
+    assert end.state["n"].tolist() == [7, 3, 7, 7]
+    assert metrics["loss"][1] == 0
+
+
+@pytest.mark.parametrize("mode", ["traced", "host"])
+@pytest.mark.parametrize("kind", [bool, np.bool_, jnp.asarray])
+def test_without_communication_replicas_train_independently(mode, kind):
+    """Each exchange is a round of the graph's rotation, and a skipped one is none."""
+    sync = js.sgp("replica", graph=js.topology.directed_exponential(REPLICAS))
+    sync = js.slowmo("replica", base=sync, sync_every=4)
+    mesh = MESHES["devices"]()
+    step = js.with_exchange(stepped, sync, mesh=mesh, mode=mode, **PARTS)
+    silent = [kind(False)] * len(BATCHES)
+    end, _ = run(step, step.init(start(PARAMS)), communicate=silent)
+    assert_close(end.state["params"], reference("none")[1].params)
+    state, phases = step.init(start(PARAMS)), []
+    for t, batch in enumerate(BATCHES, 1):
+        phases.append(step.next_phase(state))
+        state, _ = step(state, batch, communicate=kind(t != 2))
+    first, skipped, *rest = phases
+    assert (first, skipped) == (("round 0",), ("round 1",))
+    assert rest == [("round 1",), ("slow",), ("round 2",), ("round 3",), ("round 0",)]
+
+
+def test_statistics_are_averaged_whenever_parameters_are():
+    def moved(model_state, batch):
+        return {"mean": 0.9 * model_state["mean"] + 0.1 * batch.mean(0), "n": model_state["n"] + 1}
+
+    def loss(params, batch, *, model_state):
+        return loss_fn(params, batch), ({}, moved(model_state, batch))
+
+    def train_step(state, batch):
+        new, metrics = stepped(state, batch)
+        return new | {"model": moved(state["model"], batch)}, metrics
+
+    first = {"mean": np.zeros(WIDTH, np.float32), "n": np.int32(0)}
+    statistics = (
+        lambda state: state["model"]["mean"],
+        lambda state, mean: state | {"model": state["model"] | {"mean": mean}},
+    )
+    _, expected = reference(SYNCS["diloco"](), loss=loss, model_state=first)
+    mesh = MESHES["devices"]()
+    step = js.with_exchange(
+        train_step, SYNCS["diloco"](), mesh=mesh, statistics=statistics, **PARTS
+    )
+    end, _ = run(step, step.init(start(PARAMS) | {"model": first}))
+    assert_close(end.state["model"], expected.model_state)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["", "weights"])
+@pytest.mark.parametrize(
+    ("mesh", "map_with"), [("virtual", "shard_map"), ("devices", "vmap"), ("fsdp", "shard_map")]
+)
+def test_gradients_are_reduced_where_the_step_says_so(mesh, map_with, weights):
+    """A replica of weight 0 then takes the mean of the others' gradients."""
+    reduction = js.all_reduce_gradients("replica")
+    _, expected = reference(SYNCS["diloco"](), weights=weights, gradients=reduction)
+    mesh = MESHES[mesh]()
+    settings = {"mesh": mesh, "map_with": map_with, "gradients": reduction}
+    step = js.with_exchange(stepped, SYNCS["diloco"](), **settings, **PARTS)
+    state = step.init(start(placed(mesh)))
+    end, _ = run(step, state, **({} if weights is None else {"weight": weights}))
+    assert_close(end.state["params"], expected.params)
+
+
+SCHEDULED = optax.inject_hyperparams(optax.sgd)(
+    learning_rate=lambda t: jnp.asarray([0.02, 0.05, 0.1])[t % 3], momentum=0.9
+)
+READS_THE_OPTIMIZER = {
+    "reset": lambda: js.diloco("replica", sync_every=3, inner_state="reset"),
+    "average": lambda: js.local_sgd("replica", sync_every=2, inner_state="average"),
+    "rate": lambda: js.slowmo(
+        "replica", base=js.local_sgd("replica"), sync_every=3, learning_rate="optimizer"
+    ),
+}
+
+
+@pytest.mark.parametrize("reads", READS_THE_OPTIMIZER)
+@pytest.mark.parametrize("mode", ["traced", "host"])
+def test_the_exchange_reads_and_changes_the_state_of_the_optimizer(reads, mode):
+    _, expected = reference(READS_THE_OPTIMIZER[reads](), SCHEDULED)
+    train_step = functools.partial(stepped, optimizer=SCHEDULED)
+    step = js.with_exchange(
+        train_step, READS_THE_OPTIMIZER[reads](), mesh=MESHES["devices"](), mode=mode,
+        **PARTS, **MOMENTS,
+    )  # fmt: skip
+    end, _ = run(step, step.init(start(PARAMS, SCHEDULED)))
+    assert_close(end.state["params"], expected.params)
+    assert_close(end.state["opt"], expected.opt_state)
+
+
+def test_arguments_that_are_not_split_reach_every_replica_whole():
+    def train_step(state, batch, settings):
+        new, metrics = stepped(state, batch + settings["shift"][None])
+        return new, metrics | {"seen": settings["table"].sum()}
+
+    table = np.arange(5, dtype=np.float32)
+    shift = np.zeros((len(BATCHES), REPLICAS * WIDTH), np.float32)
+    in_axes = (0, {"shift": 0, "table": None})
+    for mesh in "virtual", "devices":
+        step = js.with_exchange(
+            train_step, SYNCS["diloco"](), mesh=MESHES[mesh](), in_axes=in_axes, **PARTS
+        )
+        called = scanned = None
+        called, scanned = step.init(start(PARAMS)), step.init(start(PARAMS))
+        for batch, x in zip(BATCHES, shift, strict=True):
+            called, metrics = step(called, batch, {"shift": x, "table": table})
+        scanned, several = step.scan(scanned, BATCHES, {"shift": shift, "table": table})
+        for end in called, scanned:
+            assert_close(end.state["params"], known("diloco")[1].params)
+        assert metrics["seen"].tolist() == [10] * REPLICAS
+        assert several["seen"].shape == (len(BATCHES), REPLICAS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sync": READS_THE_OPTIMIZER["reset"]()}, "`inner_state`='reset'.*`get_opt_state`"),
+        ({"sync": READS_THE_OPTIMIZER["rate"]()}, '`learning_rate`="optimizer".*`get_opt_state`'),
+        ({"get_opt_state": MOMENTS["get_opt_state"]}, "`set_opt_state` must be given too"),
+        ({"sync": ADAM}, "`sync` must be a js.ParameterTransform"),
+        ({"train_step": None}, "`train_step` must be a function"),
+        ({"get_params": "params"}, "`get_params` must be a function"),
+        ({"statistics": MOMENTS["get_opt_state"]}, "`statistics` must be two functions"),
+        ({"map_with": "pmap"}, "`map_with`"),
+        ({"mode": "once"}, "`mode`"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(changed, message):
+    given = {"train_step": stepped, "sync": SYNCS["diloco"](), **PARTS, **changed}
+    with pytest.raises(ValueError, match=message):
+        js.with_exchange(mesh=MESHES["virtual"](), **given)
+
+
+def test_a_reduction_needs_the_axis_of_the_replicas():
+    with pytest.raises(ValueError, match=r"`gradients` needs the axis.*\['fsdp'\]"):
+        js.with_exchange(
+            stepped, SYNCS["diloco"](), mesh=MESHES["fsdp"](), map_with="vmap",
+            gradients=js.all_reduce_gradients("replica"), **PARTS,
+        )  # fmt: skip
+
+
+def test_wrong_states_and_batches_are_refused_by_name():
+    step = js.with_exchange(
+        stepped, SYNCS["diloco"](), mesh=MESHES["devices"](), in_axes=(0, None), **PARTS
+    )
+    state, alone = step.init(start(PARAMS)), start(PARAMS)
+    batch, integers = BATCHES[0], start({"n": np.int32([1])}, optax.sgd(0.1))
+    wrong = [
+        ("`state` must be what `init", lambda: step(alone, batch, 0)),
+        ("`state` must be what `init", lambda: step.scan(alone, BATCHES, 0)),
+        ("`in_axes` must .* 1 further", lambda: step(state, batch)),
+        ("`batch`", lambda: step(state, batch[:3], 0)),
+        ("floating", lambda: step.init(integers)),
+    ]
+    for message, call in wrong:
+        with pytest.raises(ValueError, match=message):
+            call()
