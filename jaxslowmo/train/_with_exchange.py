@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.core import Tracer
@@ -51,6 +52,7 @@ from .step._optimized import Averaging, Weights, accepted_arguments, optimizer_r
 from .step._parts import with_layouts
 from .step._runner import Mode, Recent, UpdateCounts
 from .step._states import is_gone, of_one_replica
+from .step._transforms import check_axes
 
 
 class ReplicaState(NamedTuple):
@@ -167,6 +169,12 @@ class ExchangingStep:
         Communication: that of `sync`, and what `reduce_gradients` sends.
         """
         _check_state(state)
+        if isinstance(communicate, np.bool_):
+            communicate = bool(communicate)
+        if not isinstance(communicate, bool | jax.Array) or jnp.ndim(communicate):
+            raise ValueError(
+                f"`communicate` must be True, False or a () bool array, got {communicate!r}."
+            )
         args, weight = self._placed(args, weight)
         so_far, phase = self._counts.get(state.step), None
         if self.mode == "host":
@@ -201,7 +209,8 @@ class ExchangingStep:
         Communication: that of K calls.
         """
         _check_state(state)
-        length = next((x.shape[0] for x, role in self._leaves(batches) if role == "batch"), None)
+        split = [np.shape(x) for x, role in self._leaves(batches) if role == "batch"]
+        length = split[0][0] if split and all(split) else None
         if not length:
             raise ValueError(
                 "scan: `batches` need a first dimension, the number of updates, on every leaf that "
@@ -576,6 +585,18 @@ def with_exchange(
     if not isinstance(sync, ParameterTransform):
         raise ValueError(
             f"{owner}: `sync` must be a js.ParameterTransform such as js.diloco(...), got {sync!r}."
+        )
+    if gradients is not None and not isinstance(gradients, optax.GradientTransformation):
+        raise ValueError(
+            f"{owner}: `gradients` must be None or a reduction such as "
+            f"js.all_reduce_gradients(...), got {gradients!r}."
+        )
+    check_axes((gradients, optax.identity(), sync), mesh, axis_name)
+    each = in_axes if isinstance(in_axes, tuple) else (in_axes,)
+    if wrong := [x for x in jax.tree.leaves(each) if isinstance(x, bool) or x != 0]:
+        raise ValueError(
+            f"{owner}: `in_axes` must hold 0, for what is split along its first dimension, and "
+            f"None, for what every replica receives whole, got {wrong[0]!r}."
         )
     for name, value, kind in (("mode", mode, Mode), ("map_with", map_with, MapWith)):
         check_choice(name, value, kind)

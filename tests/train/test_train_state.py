@@ -47,3 +47,18 @@ def test_copies_train_on_and_nothing_of_a_state_is_kept():
     del state, other
     gc.collect()
     assert not any(leaf() is not None for leaf in leaves)
+
+
+def test_the_optimizers_state_of_one_copy_goes_on_on_every_replica():
+    """A state of another optimizer is refused by name, before anything runs."""
+    step = js.make_train_step(
+        lambda params, batch: (params["w"] * batch).sum(), optax.adam(0.1),
+        sync=js.local_sgd("replica"), mesh=js.virtual_mesh({"replica": 2}),
+    )  # fmt: skip
+    params = {"w": jnp.ones(3)}
+    known = optax.adam(0.1).init(params)
+    known = (known[0]._replace(mu={"w": jnp.arange(3.0)}), *known[1:])
+    state = step.init(params, opt_state=known)
+    assert np.asarray(state.opt_state[0].mu["w"]).tolist() == [[0, 1, 2]] * 2
+    with pytest.raises(ValueError, match="`opt_state` must be the state of the step's optimizer"):
+        step.init(params, opt_state=optax.sgd(0.1).init(params))

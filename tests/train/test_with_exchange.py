@@ -330,6 +330,10 @@ def test_arguments_that_are_not_split_reach_every_replica_whole():
         ({"statistics": MOMENTS["get_opt_state"]}, "`statistics` must be two functions"),
         ({"map_with": "pmap"}, "`map_with`"),
         ({"mode": "once"}, "`mode`"),
+        ({"sync": js.local_sgd("data")}, r"`sync` exchanges over \['data'\]"),
+        ({"gradients": js.all_reduce_gradients("data")}, r"`gradients` .*\['data'\]"),
+        ({"gradients": 3}, "`gradients` must be None or a reduction"),
+        ({"in_axes": 1}, "`in_axes` must hold 0"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(changed, message):
@@ -357,6 +361,8 @@ def test_wrong_states_and_batches_are_refused_by_name():
         ("`state` must be what `init", lambda: step.scan(alone, BATCHES, 0)),
         ("`in_axes` must .* 1 further", lambda: step(state, batch)),
         ("`batch`", lambda: step(state, batch[:3], 0)),
+        ("`communicate` must be", lambda: step(state, batch, 0, communicate="no")),
+        ("`batches` need a first dimension", lambda: step.scan(state, np.float32(1), 0)),
         ("floating", lambda: step.init(integers)),
     ]
     for message, call in wrong:

@@ -73,6 +73,12 @@ class TrainStep:
             compare_settings({"optimizer.init(params)": describe(types)})
         gradients, optimizer = make_states(parts.chain(), stacked, **placement)
         if opt_state is not None:
+            one = jax.tree.structure(jax.tree.map(lambda x: 0, optimizer))
+            if jax.tree.structure(opt_state) != one:
+                raise ValueError(
+                    "init: `opt_state` must be the state of the step's optimizer for one copy of "
+                    f"the parameters, {one}, got {jax.tree.structure(opt_state)}."
+                )
             optimizer = replicate_as("opt_state", opt_state, **placement)
         exchange = StepExchange(*parts.first_exchange(stacked, self.mesh), gradients)
         state = started(
