@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from .reports import comm_report as comm_report
     from .reports import comm_report_of as comm_report_of
     from .reports import measured as measured
-    from .reports import schedule_report as schedule_report
     from .sparse import all_reduce_rows as all_reduce_rows
     from .sparse import row_value_and_grad as row_value_and_grad
     from .tracing import check_all_used as check_all_used
@@ -120,7 +119,7 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
         "pipeline": (
             "LayeredModel partition_balanced partition_by_cost partition_uniform pipelined"
         ),
-        "reports": "comm_report comm_report_of measured schedule_report",
+        "reports": "comm_report comm_report_of measured",
         "sparse": "all_reduce_rows row_value_and_grad",
         "tracing": "check_all_used ready_order unused_parameters",
         "train": (

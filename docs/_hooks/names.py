@@ -176,8 +176,9 @@ def _summary(folder: Path, module: str, name: str) -> str:
     source = {n: m for m, n in _reexports(path)}
     if name in source:
         return _summary(path.parent, source[name], name)
-    body = _body(path)
-    for node, after in zip(body, [*body[1:], None], strict=True):
+    # The last of several definitions is the function itself: those before are overloads.
+    body = _body(path)[::-1]
+    for node, after in zip(body, [None, *body], strict=False):
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return (ast.get_docstring(node) or "").partition("\n")[0]
         if isinstance(node, ast.Assign | ast.AnnAssign) and name in _targets(node):

@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 
+from .private_jax import coordinator_client
+
 # A process that exits during a call into the runtime is aborted, so each call waits only this long.
 _SLICE_SECONDS = 1.0
 
@@ -112,10 +114,7 @@ def forget(key: str) -> None:
 
 
 def _client() -> Any:
-    # jax has no public name for the client; orbax uses this one too.
-    from jax._src import distributed
-
-    client = distributed.global_state.client
+    client = coordinator_client()
     if client is None:
         raise RuntimeError(
             "processes that train together must be joined by jax.distributed.initialize() first"

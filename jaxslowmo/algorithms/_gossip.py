@@ -119,7 +119,7 @@ class Gossip:
             gossip = dataclasses.replace(self, over=group)
             return gossip._exchange(known if known is not None else index[0], values, weight)
 
-        mean, received, kept = over.run(run, given, *results)
+        mean, received, kept = over.run(run, given, *results, packs=True)
         return Arrival(mean, received), kept
 
     def _exchange(self, number: int | jax.Array, values: PyTree, weight: jax.Array) -> list[Any]:
@@ -175,14 +175,14 @@ class Gossip:
                 mean += parts[i].astype(mean.dtype) * (other.astype(mean.dtype) - first)
             return mean.astype(dtype)
 
-        def exchange(buffer: Buffer, flat: jax.Array, parts: jax.Array) -> jax.Array:
+        def exchange(buffer: Buffer, flat: jax.Array) -> jax.Array:
             # A collective-permute of an empty array is not allowed.
             if flat.size == 0:
                 return flat.astype(buffer.dtype)
             local = self.over.local_axis_name
             return in_slices(flat, local, lambda x: mean_of_peers(x, parts, buffer.dtype))
 
-        return packing.map(exchange, flats, parts), received, self._local_entry(round_.kept)
+        return packing.map(exchange, flats), received, self._local_entry(round_.kept)
 
     def _local_entry(self, per_node: np.ndarray) -> jax.Array:
         """Return this node's entry, in JAX's default float dtype."""

@@ -64,7 +64,7 @@ def local_sgd(
       local_axis_name: axis of the L devices inside a replica, which hold equal parameters; each
         device then exchanges 1/L of the parameters.
       bucket_bytes: size in bytes at which a flat buffer is complete and the next one begins; None
-        exchanges one buffer per dtype.
+        exchanges one buffer per dtype. Leaves of 1 MiB or more are exchanged as they lie.
       codec: None exchanges parameters in their own dtypes, `js.codecs.float16()` in 16 bits. With
         error feedback or fewer bits how far replicas have moved is sent; each keeps N bytes, from
         where they measure, and with error feedback N bytes more, what it has not sent.

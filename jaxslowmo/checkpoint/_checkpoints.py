@@ -13,7 +13,7 @@ from .._support.checks import checked_int, checks_flags, warn_user
 from .._support.files import MAX_STEP, complete_steps, io_errno
 from .._support.types import PyTree
 from ..embedding import Embeddings
-from ..train import TrainState, TrainStep, updates_of
+from ..train import ExchangingStep, ReplicaState, TrainState, TrainStep, updates_of
 from ._folder import (
     CheckpointError,
     UnreadableError,
@@ -93,7 +93,7 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        state: TrainState,
+        state: TrainState | ReplicaState,
         extra: Mapping[str, Any] | None = None,
         wait: bool = False,
         metrics: Mapping[str, Any] | None = None,
@@ -108,7 +108,7 @@ class Checkpoints:
 
         Args:
           step: number of updates so far, 0 <= step < 2**31: the state's own, or a warning says so.
-          state: the whole state.
+          state: the whole state, of a step of `js.make_train_step` or `js.with_exchange`.
           extra: plain JSON to save with it, such as data position and configuration. Process 0's is
             saved.
           wait: whether to return only when the checkpoint is complete; the default is False.
@@ -118,7 +118,7 @@ class Checkpoints:
             rows, which padded arrays need not show, is then refused.
 
         Raises:
-          ValueError: step < 0 or >= 2**31, no `TrainState`, `extra` that is no JSON, `metrics`
+          ValueError: step < 0 or >= 2**31, no state of a step, `extra` that is no JSON, `metrics`
             without that of `keep_best`, or that are no numbers.
           CheckpointError: it cannot be written, or the previous save could not; on all processes.
           UserWarning: the state counts another number of updates than `step`.
@@ -129,10 +129,10 @@ class Checkpoints:
         step = checked_int("Checkpoints.save: `step`", step, 0)
         if step > MAX_STEP:
             raise ValueError(f"Checkpoints.save: `step` must be < 2**31, got {step}.")
-        if not isinstance(state, TrainState):
+        if not isinstance(state, TrainState | ReplicaState):
             raise ValueError(
-                "Checkpoints.save: `state` must be of a step of `js.make_train_step`, got "
-                f"{type(state).__name__}; orbax saves other trees."
+                "Checkpoints.save: `state` must be of a step of `js.make_train_step` or "
+                f"`js.with_exchange`, got {type(state).__name__}; orbax saves other trees."
             )
         if step != (done := updates_of(state)):
             warn_user(
@@ -221,7 +221,7 @@ class Checkpoints:
 
     def restore(
         self,
-        train_step: TrainStep,
+        train_step: TrainStep | ExchangingStep,
         params: PyTree,
         *,
         model_state: PyTree | None = None,
@@ -246,9 +246,10 @@ class Checkpoints:
         for each. No value changes, and a note describes the move.
 
         Args:
-          train_step: a training step with the model, optimizer and `gradients` of the checkpoint.
-          params: one copy of the parameters, as for `train_step.init`; values do not matter.
-          model_state: one copy of the model state, as for `train_step.init`.
+          train_step: a step with the model, optimizer and `gradients` of the checkpoint.
+          params: one copy of the parameters, or of the library's state, as for `train_step.init`;
+            values do not matter.
+          model_state: one copy of the model state, as for `init` of a training step.
           seed: seed of new PRNG keys if the number of replicas differs; the step is folded in. The
             default is 0.
           step: step of the checkpoint; the default is the newest.
@@ -273,10 +274,15 @@ class Checkpoints:
         self.wait()
         steps = self._notes.gather(self.steps())[0]
         step = self._chosen(steps, step)
-        if not isinstance(train_step, TrainStep):
+        if not isinstance(train_step, TrainStep | ExchangingStep):
             raise ValueError(
-                "Checkpoints.restore: `train_step` must be made by `js.make_train_step`, got "
-                f"{type(train_step).__name__}."
+                "Checkpoints.restore: `train_step` must be made by `js.make_train_step` or "
+                f"`js.with_exchange`, got {type(train_step).__name__}."
+            )
+        if model_state is not None and isinstance(train_step, ExchangingStep):
+            raise ValueError(
+                "Checkpoints.restore: `model_state` is part of the library's state in a step of "
+                f"`js.with_exchange`, and must be None, got {type(model_state).__name__}."
             )
         template = Template.of(train_step, params, seed, names, model_state=model_state)
         while True:

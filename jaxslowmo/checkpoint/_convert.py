@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import numpy as np
 from .._support.types import PyTree
 from ..gradients.precision import DynamicLossScaleState
 from ..mesh import Shares, numbered_key
-from ..train import TrainState, TrainStep
+from ..train import ExchangingStep, TrainState, TrainStep
 from ..transform import Algorithm, ParameterTransform, is_state_of, shifted_copies
 from ..tree import in_model_form, mirrored
 from ._algorithms import FLIGHT, in_form_of
@@ -30,8 +30,8 @@ def converted(
     path: epath.Path,
     record: Record,
     now: Record,
-    structs: TrainState,
-    step: TrainStep,
+    structs: Any,
+    step: TrainStep | ExchangingStep,
     seed: int,
     names: Mapping[str, str],
 ) -> tuple[list[Any], bool, list[str]]:
@@ -41,7 +41,7 @@ def converted(
       path: path of the checkpoint.
       record: its record.
       now: record of a fresh state of this run.
-      structs: types of that state.
+      structs: types of that state, a `TrainState` or a `ReplicaState`.
       step: the training step.
       seed: seed of PRNG keys that are made anew.
       names: maps a parameter to the name that it may have in the checkpoint.
@@ -56,36 +56,40 @@ def converted(
 
     Communication: none.
     """
-    form = in_model_form(structs)
+    of_library = isinstance(step, ExchangingStep)
+    view: Callable[[Any], TrainState] = step.as_train_state if of_library else lambda state: state
+    form, parts = in_model_form(structs), view(structs)
     wanted = {leaf.name: leaf for leaf in record_of(form).leaves}
+    name_of = {id(x): name for name, x in zip(wanted, jax.tree.leaves(form), strict=True)}
+    parameters = jax.tree.map(lambda x: name_of[id(x)], view(form).params)
     before = _renamed(record, wanted, names)
     _check_leaves(path, before, wanted)
     moves = record.layout != now.layout
     layouts = [x for x in (record.layout, now.layout) if x] if moves else []
     inside = [names_inside(layout) for layout in layouts]
     if moves:
-        _check_movable(path, layouts, inside, before.values(), _free(structs))
+        _check_movable(path, layouts, inside, before.values(), _free(parts))
     arrays = record.read(path, [None] * len(record.leaves))
     record.check_prints(path, [host_print(x) for x in arrays])
-    parts = {x.name: x for x in parts_of(record.layout, [leaf.name for leaf in record.leaves])}
-    values = {name: read_part(parts[leaf.name], arrays) for name, leaf in before.items()}
-    parameters = [name for name in wanted if name.startswith("params/")]
-    tree = jax.tree.structure(form.params).unflatten(values[name] for name in parameters)
-    params, algorithm = restaged(structs.params, tree), None
+    stored = {x.name: x for x in parts_of(record.layout, [leaf.name for leaf in record.leaves])}
+    values = {name: read_part(stored[leaf.name], arrays) for name, leaf in before.items()}
+    params = restaged(parts.params, jax.tree.map(values.__getitem__, parameters))
+    algorithm = None
     if step.sync is not None:
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), structs.params)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts.params)
         algorithm = step.sync.bound(step.mesh.shape, one).algorithm
     exchange, notes = in_form_of(
         _exchange_of(wanted),
         _exchange_of(values),
-        {name.removeprefix("params/"): wanted[name].own_shape for name in parameters},
-        lambda: _first_exchange(algorithm, params, structs, record.replicas),
+        {own: wanted[name].own_shape for own, name in named(parameters).items()},
+        lambda: _first_exchange(algorithm, params, parts, record.replicas),
         keeps_flight=record.empty == now.empty and _is_alike(before, wanted, inside),
     )
     values |= exchange
     state = restaged(structs, jax.tree.structure(form).unflatten(values[name] for name in wanted))
     if record.replicas != now.replicas:
-        state, others = resized(state, structs, step.sync, algorithm, record.step, seed)
+        moved, others = resized(view(state), parts, step.sync, algorithm, record.step, seed)
+        state = step.from_train_state(moved) if of_library else moved
         notes = [*others, *_kept(before.keys() & wanted.keys()), *notes]
     is_exact = record.replicas == now.replicas and not notes
     notes = [moved_note(record.layout, now.layout), *notes] if moves else notes
@@ -304,8 +308,8 @@ def resized(
         values = [stacked(leaf[replica], new) for leaf in x[:-1]]
         return DynamicLossScaleState._make([*values, move(x.inner)])
 
-    def move_statistics(x: Any, struct: Any) -> Any:
-        return _numbered_keys(x[0], struct, new) if is_key(struct) else move_one(x)
+    def own_keys(x: Any, struct: Any, moved: Any) -> Any:
+        return _numbered_keys(x[0], struct, new) if is_key(struct) else moved
 
     exchange = state.exchange
     local = move(exchange.local)
@@ -315,16 +319,18 @@ def resized(
     # Copies of parameters in an optimizer get their unweighted mean. If the consensus is weighted,
     # they are shifted by the difference of the parameters' consensus and their unweighted mean.
     shift = jax.tree.map(lambda a, b: a - b, params, move(state.params))
-    gradients, opt_state = shifted_copies(move((exchange.gradients, state.opt_state)), shift)
+    held = exchange.gradients, state.opt_state, state.model_state
+    gradients, opt_state, model_state = shifted_copies(move(held), shift)
     moved = TrainState(
         step=move(state.step),
         params=params,
         opt_state=opt_state,
-        model_state=jax.tree.map(move_statistics, state.model_state, structs.model_state),
+        model_state=jax.tree.map(own_keys, state.model_state, structs.model_state, model_state),
         rng=_keys(step, seed, new),
         exchange=exchange._replace(local=local, gradients=gradients),
     )
-    return moved, _notes(state, shares, new)
+    has_keys = any(map(is_key, jax.tree.leaves(structs.model_state))) or len(structs.rng) > 0
+    return moved, _notes(state, shares, new, has_keys=has_keys)
 
 
 def consensus(params: PyTree, shares: Shares, replicas: int) -> PyTree:
@@ -365,7 +371,7 @@ def _numbered_keys(data: Any, struct: Any, new: int) -> Any:
         return np.asarray(jax.random.key_data(numbered))
 
 
-def _notes(state: TrainState, shares: Shares, new: int) -> list[str]:
+def _notes(state: TrainState, shares: Shares, new: int, *, has_keys: bool) -> list[str]:
     """Return sentences that say what `resized` did for `new` replicas."""
     weighted = " weighted with the push-sum weights" if np.ndim(shares[0][0]) else ""
     flight = ", what was in flight included" if len(shares) > 1 else ""
@@ -374,14 +380,14 @@ def _notes(state: TrainState, shares: Shares, new: int) -> list[str]:
         f"parameters{weighted}{flight}.",
         "Counters go on, and with them the phase of the period.",
     ]
-    optimizers = state.exchange.gradients, state.opt_state
-    averaged = jax.tree.leaves((optimizers, state.model_state))
-    if any(jnp.issubdtype(x.dtype, jnp.floating) and x.size for x in averaged):
+    held = state.exchange.gradients, state.opt_state, state.model_state
+    if any(jnp.issubdtype(x.dtype, jnp.floating) and x.size for x in jax.tree.leaves(held)):
         notes.append(
             "Floating-point state of the gradient transform (error feedback), the optimizer and "
             "the model was averaged over replicas; integers are replica 0's."
         )
-    if any(map(_is_scale, jax.tree.leaves(optimizers, is_leaf=_is_scale))):
+    if any(map(_is_scale, jax.tree.leaves(held, is_leaf=_is_scale))):
         notes.append("The loss scale and its counters are those of the replica with the least one.")
-    notes.append("PRNG keys of the replicas were made anew from the seed and the step.")
+    if has_keys:
+        notes.append("PRNG keys of the replicas were made anew.")
     return notes

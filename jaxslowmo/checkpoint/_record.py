@@ -16,7 +16,7 @@ from .._support.files import io_errno
 from .._support.types import PyTree
 from .._version import __version__
 from ..embedding import Embeddings
-from ..train import TrainState
+from ..train import ReplicaState, TrainState
 from ..tree import leaf_names
 from ._arrays import first_line, prints_of, read_arrays
 from ._folder import ARRAYS, RECORD, UnreadableError, epath
@@ -71,7 +71,8 @@ class Record:
 
     Attributes:
       replicas: number of replicas.
-      parts: for each leaf of the parameters the shape of a replica's part on one of its devices.
+      parts: for each leaf of the parameters, or of a library's state, the shape of a replica's part
+        on one of its devices.
       leaves: records of the leaves in flattening order.
       layout: the places of leaves in buffers of stages, as `layout_of` returns it. None: there are
         no stages.
@@ -100,6 +101,12 @@ class Record:
         packages = {package: version(package) for package in ("jax", "orbax-checkpoint")}
         content = {**vars(self), "versions": {"jaxslowmo": __version__, **packages}}
         return {_MARK: FORMAT, "crc32": _crc32(content), **content}
+
+    @property
+    def made_by(self) -> str:
+        """The function that makes the steps of such a state."""
+        is_of_library = all(leaf.name != "rng" for leaf in self.leaves)
+        return "js.with_exchange" if is_of_library else "js.make_train_step"
 
     def with_arrays(self, stored: list[jax.Array], **about: Any) -> "Record":
         """Return the record with the fingerprints of these arrays, and with `about` them.
@@ -210,15 +217,16 @@ def named(tree: PyTree) -> dict[str, Any]:
     return found
 
 
-def record_of(state: TrainState, embeddings: Embeddings | None = None) -> Record:
+def record_of(state: TrainState | ReplicaState, embeddings: Embeddings | None = None) -> Record:
     """Return the record of a state of arrays or of types; `with_arrays` completes it."""
     leaves = named(state).items()
+    sharded = state.params if isinstance(state, TrainState) else state.state
     rows = None
     if embeddings is not None:
         rows = {name: table.num_rows for name, table in embeddings.tables.items()}
     return Record(
         replicas=state.step.shape[0],
-        parts=[_part_of(x) for x in jax.tree.leaves(state.params)],
+        parts=[_part_of(x) for x in jax.tree.leaves(sharded)],
         leaves=[_leaf_record(i, name, leaf) for i, (name, leaf) in enumerate(leaves)],
         layout=layout_of(state),
         empty=_empty_nodes(state.exchange.local),

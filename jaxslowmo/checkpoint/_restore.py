@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .._support.types import PyTree
-from ..train import TrainState, TrainStep
+from ..train import ExchangingStep, ReplicaState, TrainState, TrainStep
 from ..transform import holds_state
 from ._arrays import placed, prints_of
 from ._convert import as_wide, converted
@@ -21,7 +21,8 @@ class Restored:
 
     Attributes:
       step: step of the checkpoint.
-      state: the state from which to continue.
+      state: the state from which to continue: a `TrainState`, or what a step of `js.with_exchange`
+        takes.
       extra: the `extra` that was saved with it.
       is_exact: whether every value is as it was saved, so that the run continues as if it had not
         been interrupted.
@@ -30,7 +31,7 @@ class Restored:
     """
 
     step: int
-    state: TrainState
+    state: Any
     extra: dict[str, Any]
     is_exact: bool
     notes: tuple[str, ...]
@@ -48,27 +49,35 @@ class Template:
       names: maps a parameter to the name that it may have in a checkpoint.
     """
 
-    train_step: TrainStep
+    train_step: TrainStep | ExchangingStep
     seed: int
-    structs: TrainState
+    structs: TrainState | ReplicaState
     record: Record
     names: Mapping[str, str]
 
     @classmethod
     def of(
-        cls, train_step: TrainStep, params: PyTree, seed: int, names: Any, **others: PyTree
+        cls,
+        train_step: TrainStep | ExchangingStep,
+        params: PyTree,
+        seed: int,
+        names: Any,
+        **others: PyTree,
     ) -> "Template":
         """Return the template of a step, whose arguments are those of `train_step.init`."""
-        fresh = train_step.init(params, seed=seed, **others)
-        structs: TrainState = jax.tree.map(
+        if isinstance(train_step, ExchangingStep):
+            fresh, tables = train_step.init(params), None
+        else:
+            fresh, tables = train_step.init(params, seed=seed, **others), train_step.embeddings
+        structs: Any = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh
         )
-        record = record_of(fresh, train_step.embeddings)
+        record = record_of(fresh, tables)
         for array in jax.tree.leaves(fresh):  # free memory, which the restored state needs
             array.delete()
         return cls(train_step, seed, structs, record, names or {})
 
-    def state(self, stored: list[jax.Array]) -> TrainState:
+    def state(self, stored: list[jax.Array]) -> Any:
         """Return the state from its leaves as they are stored."""
         leaves = zip(stored, self.record.leaves, strict=True)
         return jax.tree.structure(self.structs).unflatten(
@@ -101,8 +110,13 @@ def read(path: epath.Path, template: Template) -> Callable[[], Restored]:
             f"{now.table_rows}. Restore it with those tables; `step.embeddings.read` and `write` "
             "carry rows to others."
         )
-    optimizers = structs.opt_state, structs.exchange.gradients
-    is_hidden = holds_state(optimizers, "parameters", needs_owner=True)
+    if record.made_by != now.made_by:
+        raise CheckpointError(
+            f"{path} is of a step of {record.made_by}, and `train_step` is one of {now.made_by}: "
+            "restore it with a step of the former; the parameters go over by `step.consensus`."
+        )
+    exchange = structs.exchange._replace(local=(), shared=())
+    is_hidden = holds_state(structs._replace(exchange=exchange), "parameters", needs_owner=True)
     if is_hidden and (record.replicas, record.parts) != (now.replicas, now.parts):
         raise CheckpointError(
             f"{path} is from {record.replicas} replicas, this run has {now.replicas} replicas or "

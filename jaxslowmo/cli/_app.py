@@ -24,8 +24,8 @@ COMMANDS = {
     "inspect graphs": "Compare graphs at several sizes: tables and a picture.",
     "inspect config": "Show devices and memory of a run of `train` with these options, and what it "
     "would send.",
-    "inspect schedule": "Draw the schedule of a pipeline, and compare the kinds: bubble, stash, "
-    "messages.",
+    "inspect schedule": "Show the costs of a pipeline's schedule, and compare the kinds: bubble, "
+    "stash, messages.",
     "tune buckets": "Measure bucket limits of the gradient reduction, and print the best. It times "
     "whole training steps of data parallelism: loss, gradients, reduction, optimizer.",
     "tune outer": "Try momenta and rates of slow steps with several seeds, and print the best. All "

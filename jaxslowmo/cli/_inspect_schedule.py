@@ -1,22 +1,23 @@
 """`jaxslowmo inspect schedule`: one pipeline schedule, its costs, and those of other kinds."""
 
 import json
+from pathlib import Path
 from typing import Any
 
+from matplotlib.patches import Patch
 from rich.console import Console
-from rich.text import Text
 
 from jaxslowmo.pipeline import schedules
-from jaxslowmo.pipeline.schedules import Schedule
-from jaxslowmo.reports.time import COLOURS, schedule_grid, schedule_picture, schedule_title
+from jaxslowmo.pipeline.schedules import Schedule, Simulation
 
 from ._errors import CommandError, file_errors, usage_errors
+from ._figures import COLOURS, INK, new_figure, save_figure
 from ._output import facts_table, say, table_of
 from .config._inspect import InspectScheduleConfig
 
 
 def inspect_schedule(config: InspectScheduleConfig) -> int:
-    """Print a schedule as a grid, and its costs next to other kinds; return the exit code.
+    """Print the costs of a schedule next to those of other kinds; return the exit code.
 
     Raises:
       CommandError: the library refuses the schedule, or the picture cannot be written.
@@ -27,13 +28,15 @@ def inspect_schedule(config: InspectScheduleConfig) -> int:
         simulation = schedule.simulate(**config.times, lockstep=config.lockstep)
     how = "in lockstep" if config.lockstep else "each stage as soon as it can"
     bubble, time = f"{100 * simulation.bubble:.1f} %", f"{simulation.time:.6g}"
-    title = schedule_title(schedule)
+    chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
+    sizes = f"{schedule.num_stages} stages, {schedule.num_microbatches} microbatches{chunks}"
+    title = f"{schedule.name}: {sizes}"
     if out is not None:
         times = (f"{name.replace('_', ' ')} {value:g}" for name, value in config.times.items())
         line = f"{how}; {', '.join(times)}; bubble {bubble}, time {time}"
         try:
             with file_errors("--out", "write", out):
-                schedule_picture(simulation, out, title=title, lines=[line])
+                _draw(simulation, out, title, line)
         except ValueError as error:  # matplotlib does not know the format
             raise CommandError(f"--out: cannot write {out}: {error}") from None
     if config.orders:
@@ -54,15 +57,6 @@ def inspect_schedule(config: InspectScheduleConfig) -> int:
         "messages that each stage sends": _row(schedule.sends),
     }
     console.print(facts_table(facts, title=title))
-    grid = Text(schedule_grid(schedule, width=console.width, whole=config.whole))
-    for letter, colour in COLOURS.items():
-        grid.highlight_regex(rf"\d*{letter}\d+", f"white on {colour}")
-    where = "chunk, operation, microbatch" if schedule.num_chunks > 1 else "operation, microbatch"
-    backward = (
-        "" if schedule.forward_only else ", I gradient of the input, W of the weights, B both"
-    )
-    console.print(grid, soft_wrap=True)
-    say(console, f"{where}: F forward{backward}; . idle", "")
     if kinds:
         letters = zip("FIW", config.times.values(), strict=False)
         times = ", ".join(f"{letter} {value:g}" for letter, value in letters)
@@ -124,3 +118,40 @@ def _numbers(schedule: Schedule, config: InspectScheduleConfig) -> dict[str, Any
 
 def _row(counts: tuple[int, ...]) -> str:
     return " ".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
+
+
+_LOOKS = {
+    "F": ("blue", "forward"), "I": ("green", "gradient of the input"),
+    "W": ("orange", "gradient of the weights"), "B": ("vermilion", "both gradients"),
+}  # fmt: skip
+_MOST_DIGITS = 14.0 / 0.06  # of microbatch numbers that fit into the whole width
+
+
+def _draw(simulation: Simulation, path: Path, title: str, line: str) -> None:
+    """Draw a simulated step to scale: a bar for each operation, lighter after the first chunk.
+
+    Bars that are wide enough hold the number of their microbatch.
+    """
+    stages = len(simulation.timeline)
+    figure = new_figure((14.0, 0.42 * stages + 1.9), title, line)
+    axes = figure.subplots()
+    all_timed = [timed for of_stage in simulation.timeline for timed in of_stage]
+    chunks = 1 + max(operation.chunk for operation, _, _ in all_timed)
+    for operation, start, end in all_timed:
+        alpha = 1 - 0.55 * operation.chunk / max(chunks - 1, 1)
+        axes.barh(
+            operation.stage, end - start, left=start, height=0.86, alpha=alpha, edgecolor="white",
+            color=COLOURS[_LOOKS[operation.letter][0]], linewidth=0.5,
+        )  # fmt: skip
+        number, middle = str(operation.microbatch), (start + end) / 2
+        if (end - start) / simulation.time * _MOST_DIGITS >= len(number):
+            look = {"size": 6.5, "color": "white" if alpha > 0.6 else INK}
+            axes.text(middle, operation.stage, number, ha="center", va="center", **look)
+    axes.set(xlim=(0, simulation.time), ylim=(stages - 0.5, -0.5), xlabel="time")
+    axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    used = {operation.letter for operation, _, _ in all_timed}
+    looks = [(letter, *look) for letter, look in _LOOKS.items() if letter in used]
+    patches = [Patch(color=COLOURS[name], label=f"{k}: {text}") for k, name, text in looks]
+    figure.legend(handles=patches, loc="outside lower left", ncols=4, frameon=False)
+    save_figure(figure, path)

@@ -4,6 +4,7 @@ from ._coded import mean_in_codec as mean_in_codec
 from ._coded import scatter_mean_in_codec as scatter_mean_in_codec
 from ._means import all_mean as all_mean
 from ._means import coded_mean as coded_mean
+from ._means import in_blocks as in_blocks
 from ._means import mean_beside as mean_beside
 from ._means import quotient as quotient
 from ._means import relative_weight as relative_weight
@@ -11,9 +12,12 @@ from ._means import scaled as scaled
 from ._means import total_weight as total_weight
 from ._means import weighted_means as weighted_means
 from ._permute import permute as permute
+from ._scatter import LARGE_BYTES as LARGE_BYTES
 from ._scatter import ShardLayout as ShardLayout
 from ._scatter import all_gather_rows as all_gather_rows
 from ._scatter import gather_slices as gather_slices
 from ._scatter import in_slices as in_slices
+from ._scatter import is_scattered_alone as is_scattered_alone
 from ._scatter import scatter_mean as scatter_mean
+from ._scatter import scatter_mean_along as scatter_mean_along
 from ._scatter import shard_layout as shard_layout

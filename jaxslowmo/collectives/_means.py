@@ -1,15 +1,16 @@
 """Means of flat buffers over replicas: plain, weighted, encoded, and beside other work."""
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .._support.types import AxisName
-from ..mesh import axis_size, is_on_tpu, sum_over
+from .._support.varying import tracks_types
+from ..mesh import axis_size, is_on_tpu, platform, sum_over
 from ..tree import Weighted, at_least_float32, cast
 from ._permute import permute
 from ._scatter import in_slices
@@ -56,6 +57,36 @@ def all_mean(
         return sum_over(part, axis_name)
     total = sum_over(flat if factor is None else scaled(flat, factor), axis_name)
     return total if count == 1 or flat.size == 0 else _divided(total, count)
+
+
+_LARGE = 1 << 24  # bytes from which an array is exchanged block by block on CPU
+_NUM_BLOCKS = 64
+
+
+def in_blocks(x: jax.Array, exchange: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Return `exchange(x)`; on CPU a large `x` is exchanged in place, block by block.
+
+    There a collective writes its result apart from its operand (jaxlib 0.10), which takes memory of
+    the size of `x`; on TPU it is written where the operand lies. Where jax tracks the axes that
+    values vary over, `x` is exchanged as a whole: a loop cannot change the type of what it carries.
+
+    Args:
+      x: array of any shape; one of 16 MiB or more is cut along its first dimension.
+      exchange: function that acts on elements and keeps the shape and dtype of its argument.
+
+    Communication: that of `exchange`, for up to 64 blocks one after the other.
+    """
+    rows = x.shape[0] if x.ndim else 1
+    if x.nbytes < _LARGE or rows == 1 or platform() != "cpu" or tracks_types():
+        return exchange(x)
+    size = -(-rows // _NUM_BLOCKS)
+
+    def put(x: jax.Array, start: Any, size: int) -> jax.Array:
+        block = exchange(lax.dynamic_slice_in_dim(x, start, size))
+        return lax.dynamic_update_slice_in_dim(x, block, start, 0)
+
+    x = lax.fori_loop(0, rows // size, lambda i, x: put(x, i * size, size), x)
+    return put(x, rows - rows % size, rows % size) if rows % size else x
 
 
 def _divided(x: jax.Array, count: int) -> jax.Array:

@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName
 from .._support.varying import checks_varying, tracks_types
-from ..mesh import axis_names, axis_size, between_cpu_processes, sum_over
+from ..mesh import axis_names, axis_size, between_cpu_processes, platform, sum_over
 from ._permute import permute
 from .codecs import Codec
 
@@ -254,6 +254,43 @@ def scatter_mean(
     mine = local_slice(shards, local_axis_name or (), dimension=1)
     mean = gather_slices(_scatter_sum(mine, axis_name) / count, local_axis_name or ())
     return mean.reshape(-1)[:size]
+
+
+LARGE_BYTES = 1 << 20  # from which a leaf is exchanged as it lies: packing would copy it
+
+
+def is_scattered_alone(shape: tuple[int, ...], dtype: Any, dimension: int, count: int) -> bool:
+    """Return whether a leaf is large, and its blocks lie together, on TPU in whole tiles.
+
+    Such a leaf is scattered as it lies, in a collective of its own: packing would copy it.
+    """
+    if len(shape) < 2 or math.prod(shape) * jnp.dtype(dtype).itemsize < LARGE_BYTES:
+        return False
+    if dimension == 0 and platform() != "tpu":
+        return True
+    block = [n // count if d == dimension else n for d, n in enumerate(shape)]
+    return not (block[-2] % _TILE[0] or block[-1] % _TILE[1])
+
+
+def scatter_mean_along(x: jax.Array, axis_name: AxisName, dimension: int) -> jax.Array:
+    """Return this replica's block along a dimension of the mean of `x` over `axis_name`.
+
+    Args:
+      x: a leaf, at least float32, whose dimension the number of replicas divides.
+      axis_name: axis between replicas, or several.
+      dimension: the dimension.
+
+    Communication: one reduce-scatter of the leaf over `axis_name` (of the remaining part over each
+      further axis). Between processes on CPU as in `scatter_mean`.
+    """
+    count = axis_size(axis_name)
+    if count == 1:
+        return sum_over(x, axis_name)
+    size = x.shape[dimension] // count
+    blocks = x.reshape(*x.shape[:dimension], count, size, *x.shape[dimension + 1 :])
+    blocks = jnp.moveaxis(blocks, dimension, 0)
+    mine = _scatter_sum(blocks.reshape(count, -1, blocks.shape[-1]), axis_name)
+    return mine.reshape(blocks.shape[1:]) / count
 
 
 def all_gather_rows(

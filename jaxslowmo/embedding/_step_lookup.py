@@ -16,10 +16,10 @@ from .._support.types import AxisName, PyTree
 from ..gradients.sparse import RowGradient, Rows, coalesce, no_rows
 from ..mesh import (
     AnyMesh,
-    VirtualMesh,
     array_from_host,
     axis_names,
     axis_size,
+    has_a_device_each,
     key_bits,
     map_by_role,
     map_replicas,
@@ -415,7 +415,7 @@ def lookup_of(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Loo
             f"`embeddings` are sharded over {axis!r}, a replica axis of this step: every replica "
             "has its own tables, sharded over an axis inside the replica."
         )
-    if isinstance(mesh, VirtualMesh):
+    if not has_a_device_each(mesh):
         if mesh.shape[axis] > 1:
             raise ValueError(
                 f"`embeddings` are sharded over {axis!r} of size {mesh.shape[axis]}, and virtual "

@@ -22,7 +22,7 @@ from .._support.checks import as_number, checked_int
 from ..algorithms import shares_of_gossip
 from ..collectives.codecs import Codec
 from ..embedding import WithTables
-from ..mesh import array_from_host, consensus, on_every_device, virtual_mesh
+from ..mesh import array_from_host, axis_names, consensus, on_every_device, virtual_mesh
 from ..transform import (
     Every,
     ParameterTransform,
@@ -539,12 +539,18 @@ def _keeps_parameters(state: "TrainState") -> bool:
 
 
 def _placement_of(x: jax.Array) -> tuple[Any, Any]:
-    """Return the mesh and the replica axis of a stacked array."""
-    if isinstance(x.sharding, NamedSharding):
-        first = (*x.sharding.spec, None)[0]
-        if first is not None:
-            return x.sharding.mesh, first
-    return virtual_mesh({"replica": x.shape[0]}), "replica"
+    """Return a mesh and the replica axis of a stacked array."""
+    where, count = x.sharding, x.shape[0]
+    if isinstance(where, NamedSharding):
+        mesh = where.mesh
+        # jax may leave out an axis of size 1.
+        ones = tuple(name for name, size in mesh.shape.items() if size == 1)
+        first = axis_names((*where.spec, None)[0] or ones)
+        if first and math.prod(mesh.shape[name] for name in first) == count:
+            return mesh, first
+    devices = sorted(where.device_set, key=lambda device: device.id)
+    parts = count // where.shard_shape(x.shape)[0]
+    return virtual_mesh({"replica": count}, devices[:parts]), "replica"
 
 
 def _mean_of_replicas(state: "TrainState") -> list[np.ndarray]:

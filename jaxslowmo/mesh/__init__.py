@@ -17,6 +17,7 @@ from ._axes import numbered_key as numbered_key
 from ._axes import only_over as only_over
 from ._axes import own_keys as own_keys
 from ._axes import place_key as place_key
+from ._axes import platform as platform
 from ._axes import require_axes as require_axes
 from ._axes import specs_key as specs_key
 from ._axes import specs_of_leaves as specs_of_leaves
@@ -36,15 +37,19 @@ from ._meshes import AnyMesh as AnyMesh
 from ._meshes import MapWith as MapWith
 from ._meshes import Roles as Roles
 from ._meshes import VirtualMesh as VirtualMesh
+from ._meshes import device_mesh as device_mesh
+from ._meshes import has_a_device_each as has_a_device_each
 from ._meshes import is_shared as is_shared
 from ._meshes import kept_with as kept_with
 from ._meshes import make_mesh as make_mesh
 from ._meshes import map_by_role as map_by_role
 from ._meshes import map_replicas as map_replicas
 from ._meshes import model_axes as model_axes
+from ._meshes import placement as placement
 from ._meshes import replica_count as replica_count
 from ._meshes import roles_of_batch as roles_of_batch
 from ._meshes import virtual_mesh as virtual_mesh
+from ._meshes import with_a_device_each as with_a_device_each
 from ._replicas import Description as Description
 from ._replicas import Layouts as Layouts
 from ._replicas import array_from_host as array_from_host

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.core import get_axis_env  # No public function of jax lists the axes that vmap binds.
 from jax.sharding import PartitionSpec as P
 
+from .._support.private_jax import bound_axes, spmd_axes
 from .._support.types import AxisName, PyTree, axis_names
 from .._support.varying import checks_varying, varying_axes
 
@@ -26,7 +26,7 @@ def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "")
     """
     for name in axis_names(axis_name):
         if not is_bound(name):
-            bound = ", ".join(repr(str(a)) for a in get_axis_env().axis_sizes) or "none"
+            bound = ", ".join(repr(str(a)) for a in bound_axes()) or "none"
             raise ValueError(
                 f"{owner}: `{argument}` {name!r} is not a mapped axis here (bound: {bound}). Call "
                 "it inside shard_map, pmap or vmap(axis_name=...) over that axis; states are made "
@@ -37,13 +37,13 @@ def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "")
 
 def is_bound(name: str) -> bool:
     """Return whether `name` is a mapped axis at this point of the trace."""
-    return get_axis_env().axis_exists(name)
+    return name in bound_axes()
 
 
 def is_spmd(axis_name: AxisName) -> bool:
     """Return whether the axis is one of `vmap(spmd_axis_name=...)`, whose leaves are sharded."""
     names = set(axis_names(axis_name)) - set(jax.sharding.get_abstract_mesh().manual_axes)
-    return not get_axis_env().spmd_axis_names.isdisjoint(names)
+    return not spmd_axes().isdisjoint(names)
 
 
 def axis_size(axis_name: AxisName) -> int:
@@ -162,13 +162,14 @@ def between_cpu_processes(axis_name: AxisName) -> bool:
 
 
 def is_on_tpu(axis_name: AxisName) -> bool:
-    """Return whether collectives over the axis run on TPUs; False under vmap, which sends nothing.
+    """Return whether collectives over the axis run on TPUs; False under vmap: none run."""
+    return platform() == "tpu" and is_of_devices(axis_name)
 
-    The devices are those that a program is traced for, which may only be described.
-    """
+
+def platform() -> str:
+    """Return the platform of the devices that a program is traced for, which may be described."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = jax.default_backend() if device is None else device.platform
-    return platform == "tpu" and is_of_devices(axis_name)
+    return jax.default_backend() if device is None else device.platform
 
 
 def from_first(tree: PyTree, axis_name: AxisName) -> PyTree:

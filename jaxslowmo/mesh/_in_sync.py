@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import as_number
 from .._support.types import AxisName, PyTree, axis_names
 from ..tree import at_least_float32, leaf_names
 from ._axes import from_first
-from ._meshes import AnyMesh, VirtualMesh, map_replicas, model_axes
+from ._meshes import AnyMesh, map_replicas, model_axes, placement
 from ._replicas import check_stacked, on_mesh
 
 _SEEDS = (0x9E3779B9, 0x7F4A7C15)
@@ -298,7 +297,5 @@ def program(
         out_roles="shared",
         automatic=automatic,
     )
-    if isinstance(mesh, VirtualMesh):
-        return jax.jit(mapped)
     # The results must be whole on every device, along automatic axes too: each process reads them.
-    return jax.jit(mapped, out_shardings=NamedSharding(mesh, P()))
+    return jax.jit(mapped, out_shardings=placement(mesh, P()))

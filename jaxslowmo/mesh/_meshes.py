@@ -5,11 +5,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard, overload
 
 import jax
 import numpy as np
+from jax import lax
 from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from .._support.checks import checked_int
 from .._support.types import AxisName, PyTree, axis_names
 from ..tree import Staged, parts_of, reshaped
+from ._axes import only_over
 
 
 def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
@@ -79,18 +82,38 @@ def _sizes_between(axes: Mapping[str, int], slices: int) -> list[int]:
     return parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class VirtualMesh:
-    """Axes without devices: replicas run under `vmap(axis_name=...)` on the default device.
+    """Axes that are larger than their devices: replicas run under `vmap(axis_name=...)`.
 
     Every function of this library with a `mesh` argument takes one in place of a
-    `jax.sharding.Mesh`. Nothing is sent; collectives become reductions over a batch dimension.
+    `jax.sharding.Mesh`. Collectives become reductions over a batch dimension, which the compiler
+    splits over the devices: on one, nothing is sent.
 
     Attributes:
       axes: `(name, size)` pairs, outermost first.
+      devices: the devices over which the outermost axis is spread, equally many positions on each;
+        None: the default device when one is first needed.
     """
 
     axes: tuple[tuple[str, int], ...]
+    devices: tuple[Any, ...] | None = None
+
+    @cached_property
+    def device_mesh(self) -> Mesh:
+        """The mesh of the devices, whose one axis has the outermost axis' name."""
+        devices = self.devices
+        if devices is None:
+            with jax.ensure_compile_time_eval():
+                devices = tuple(jax.device_put(np.int32(0)).devices())
+        return Mesh(np.array(devices), self.axis_names[:1], axis_types=(AxisType.Auto,))
+
+    def __eq__(self, other: object) -> bool:
+        is_one = isinstance(other, VirtualMesh)
+        return is_one and (self.axes, self.device_mesh) == (other.axes, other.device_mesh)
+
+    def __hash__(self) -> int:
+        return hash((self.axes, self.device_mesh))
 
     @property
     def shape(self) -> Mapping[str, int]:
@@ -101,6 +124,11 @@ class VirtualMesh:
     def axis_names(self) -> tuple[str, ...]:
         """Names of the axes, outermost first."""
         return tuple(name for name, _ in self.axes)
+
+    @property
+    def is_multi_process(self) -> bool:
+        """Whether the devices are of several processes: they never are."""
+        return False
 
 
 def _checked_axes(axes: Mapping[str, int]) -> dict[str, int]:
@@ -113,7 +141,11 @@ def _checked_axes(axes: Mapping[str, int]) -> dict[str, int]:
     return {name: checked_int(size_of.format(name), size, 1) for name, size in axes.items()}
 
 
-def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+@overload
+def make_mesh(axes: Mapping[str, int], devices: None = None) -> Mesh: ...
+@overload
+def make_mesh(axes: Mapping[str, int], devices: Sequence[Any]) -> "AnyMesh": ...
+def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> "AnyMesh":
     """Make a `jax.sharding.Mesh` of devices, whose axes have the type Auto.
 
     `jax.make_mesh` makes Explicit axes by default and then rejects inputs that are not placed;
@@ -127,15 +159,16 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
     Args:
       axes: size by name, outermost (slowest network) first: `{"replica": 4, "device": 2}`.
       devices: devices to use, of which the first ones (slice by slice) are taken; the default is
-        `jax.devices()`.
+        `jax.devices()`. Fewer than the sizes' product hold several replicas each, if their number
+        divides the size of the outermost axis.
 
     Returns:
       A `jax.sharding.Mesh`; device order follows the hardware topology, as in `jax.make_mesh`, and
-      slices stay together.
+      slices stay together. Of fewer `devices`, `js.virtual_mesh(axes, devices)`.
 
     Raises:
-      ValueError: an empty mapping, a size below 1, fewer devices than the sizes' product, or sizes
-        that would split a slice unevenly.
+      ValueError: an empty mapping, a size below 1, too few devices, or sizes that would split a
+        slice unevenly; what `js.virtual_mesh` raises.
 
     Communication: none.
     """
@@ -143,11 +176,15 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
     available = list(jax.devices() if devices is None else devices)
     needed = math.prod(axes.values())
     if len(available) < needed:
+        is_given = devices is not None and len(available) > 0
+        if is_given and next(iter(axes.values())) % len(available) == 0:
+            return virtual_mesh(axes, available)
         raise ValueError(
             f"`axes` {axes} need {needed} devices, found {len(available)} "
             f"({available[0].platform if available else 'none'}). On CPU, more can be made with "
             f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax touches a device; '
-            "`js.virtual_mesh` runs replicas on one device."
+            "`js.virtual_mesh` runs several replicas on a device, as do fewer `devices` whose "
+            "number divides the size of the outermost axis."
         )
     types = (AxisType.Auto,) * len(axes)
     chosen = sorted(available, key=_slice_of)[:needed]
@@ -156,25 +193,77 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types, devices=chosen)
 
 
-def virtual_mesh(axes: Mapping[str, int]) -> VirtualMesh:
-    """Make a mesh of virtual replicas, which run under `vmap` on the default device.
+def virtual_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> VirtualMesh:
+    """Make a mesh of virtual replicas, which run under `vmap`, several on a device.
 
     Args:
       axes: size by name, outermost first: `{"replica": 4}`.
+      devices: the devices over which the outermost axis is spread, in its order: with 8 replicas
+        on 4 devices the first device holds replicas 0 and 1. The default, None, is the default
+        device, found when it is first needed.
 
     Returns:
       A `VirtualMesh`, usable wherever this library takes `mesh`.
 
     Raises:
-      ValueError: an empty mapping or a size below 1.
+      ValueError: an empty mapping or a size below 1; a number of devices that does not divide the
+        size of the outermost axis; devices that are not distinct, or of another process.
 
-    Communication: none, also when replicas exchange.
+    Communication: none; when replicas exchange, none on one device, and what the compiler makes of
+      reductions over the replicas on several.
     """
-    return VirtualMesh(tuple(_checked_axes(axes).items()))
+    axes = _checked_axes(axes)
+    if devices is None:
+        return VirtualMesh(tuple(axes.items()))
+    devices = tuple(devices)
+    name, size = next(iter(axes.items()))
+    if not devices or size % len(devices):
+        raise ValueError(
+            f"`devices`: their number must divide the size of the outermost axis {name!r}, {size}, "
+            f"got {len(devices)}."
+        )
+    own = {device for device in devices if device.process_index == jax.process_index()}
+    if len(own) < len(devices):
+        raise ValueError(
+            "`devices` of a virtual mesh must be distinct devices of this process, "
+            f"{jax.process_index()}, got {[*devices]} of processes "
+            f"{[device.process_index for device in devices]}."
+        )
+    return VirtualMesh(tuple(axes.items()), devices)
 
 
 AnyMesh = Mesh | VirtualMesh
-"""Real devices, or virtual replicas under `vmap`."""
+"""A device for each position of the axes, or several virtual replicas on each device."""
+
+
+def device_mesh(mesh: AnyMesh) -> Mesh:
+    """Return the mesh of the devices on which arrays lie; that of virtual replicas has one axis."""
+    return mesh.device_mesh if isinstance(mesh, VirtualMesh) else mesh
+
+
+def placement(mesh: AnyMesh, spec: P) -> NamedSharding:
+    """Return where an array lies whose dimensions are split over these axes of `mesh`.
+
+    The axes of virtual replicas that have no devices of their own split nothing.
+    """
+    if isinstance(mesh, VirtualMesh):
+        mesh = mesh.device_mesh
+        spec = only_over(spec, frozenset(mesh.axis_names))
+    return NamedSharding(mesh, spec)
+
+
+def has_a_device_each(mesh: AnyMesh | AbstractMesh) -> TypeGuard[Mesh | AbstractMesh]:
+    """Return whether each position of the axes has a device; else they are those of `vmap`s."""
+    return not isinstance(mesh, VirtualMesh)
+
+
+def with_a_device_each(mesh: AnyMesh) -> Mesh | AbstractMesh:
+    """Return a mesh with a device for each position, perhaps only to trace and lower for."""
+    if not isinstance(mesh, VirtualMesh):
+        return mesh
+    names, sizes = zip(*mesh.axes, strict=True)
+    return AbstractMesh(sizes, names, (AxisType.Auto,) * len(names))
+
 
 MapWith = Literal["shard_map", "vmap"]
 """How a function of one replica is mapped over those of several devices."""
@@ -273,9 +362,9 @@ def map_replicas(
 
     Communication: that of `fn`.
     """
-    if isinstance(mesh, VirtualMesh):
-        return _map_virtual(fn, mesh, axis_name, in_roles, out_roles)
     replicas = axis_names(axis_name)
+    if isinstance(mesh, VirtualMesh):
+        return _map_virtual(fn, mesh, replicas, in_roles, out_roles, automatic)
     if map_with == "vmap" and any(mesh.shape[a] > 1 for a in mesh.axis_names if a not in replicas):
         return _map_spmd(fn, mesh, replicas, in_roles, out_roles)
     inner = tuple(a for a in mesh.axis_names if a not in replicas and a not in automatic)
@@ -382,13 +471,14 @@ def _stacked_as(
 def _map_virtual(
     fn: Callable[..., Any],
     mesh: VirtualMesh,
-    axis_name: AxisName,
+    replicas: tuple[str, ...],
     in_roles: tuple[Roles, ...],
     out_roles: Roles,
+    automatic: frozenset[str],
 ) -> Callable[..., Any]:
     """Map `fn` by nested `vmap`s, replica axes outermost; leading axes are split to match."""
-    replicas = axis_names(axis_name)
-    order = (*replicas, *(a for a in mesh.axis_names if a not in replicas))
+    inner = (a for a in mesh.axis_names if a not in replicas and a not in automatic)
+    order = (*replicas, *inner)
     sizes = [mesh.shape[a] for a in order]
     mapped = fn
     for name, size in reversed(list(zip(order, sizes, strict=True))):
@@ -418,8 +508,16 @@ def _map_virtual(
 
         return jax.tree.map(merge, tree)
 
+    def spread(role: Role, tree: PyTree) -> PyTree:
+        if mesh.device_mesh.size == 1:
+            return tree
+        axes = {"shared": (), "stacked": replicas}.get(role, order)
+        where = placement(mesh, P(axes))
+        return jax.tree.map(partial(lax.with_sharding_constraint, shardings=where), tree)
+
     def virtual(*args: PyTree) -> PyTree:
-        return jax.tree.map(join, out_roles, mapped(*jax.tree.map(split, in_roles, args)))
+        args = jax.tree.map(split, in_roles, jax.tree.map(spread, in_roles, args))
+        return jax.tree.map(spread, out_roles, jax.tree.map(join, out_roles, mapped(*args)))
 
     return virtual
 

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import math
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +24,15 @@ from .._support.checks import warn_user
 from .._support.types import AxisName, PyTree, axis_names
 from ..tree import check_arrays, leaf_names
 from ._axes import only_over
-from ._meshes import AnyMesh, VirtualMesh, map_replicas, model_axes, replica_count
+from ._meshes import (
+    AnyMesh,
+    device_mesh,
+    has_a_device_each,
+    map_replicas,
+    model_axes,
+    placement,
+    replica_count,
+)
 
 Description = dict[str, str]
 """The type of every leaf by its name, in flattening order."""
@@ -110,7 +117,7 @@ def name_processes(which: Sequence[int]) -> str:
 def check_same_tree(params: PyTree) -> None:
     """Check that all processes hold the same tree: names, shapes and dtypes of its leaves.
 
-    `js.replicate`, `js.init` and `js.TrainState.create` (so `step.init` too) do this by themselves.
+    `js.replicate`, `js.init` and `step.init` do this by themselves.
     All processes must call it. Values are not compared: see `js.check_in_sync`.
 
     Args:
@@ -179,10 +186,8 @@ def _is_on(x: Any, mesh: Mesh | AbstractMesh) -> bool:
 
 def on_every_device(tree: PyTree, mesh: AnyMesh) -> PyTree:
     """Place leaves on `mesh`, whole on every device unless they are on it already."""
-    if isinstance(mesh, VirtualMesh):
-        return jax.tree.map(jax.device_put, tree)
-
-    return jax.tree.map(lambda x: _put(x, NamedSharding(mesh, P()), _put_equal), tree)
+    where = placement(mesh, P())
+    return jax.tree.map(lambda x: _put(x, where, _put_equal), tree)
 
 
 def _put(
@@ -191,8 +196,8 @@ def _put(
     put_one: Callable[[Any, NamedSharding], jax.Array] = jax.device_put,
 ) -> jax.Array:
     """Put an array on devices, unless it is on their mesh already."""
-    if _is_on(x, sharding.mesh):
-        return x
+    if _is_on(x, sharding.mesh) or (isinstance(x, Tracer) and sharding.mesh.size == 1):
+        return x  # for one device a traced value is left to its program, which may run on another
     if not isinstance(x, jax.Array) or not jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return put_one(x, sharding)
     # Put the bits: jax cannot put typed keys on devices of other processes.
@@ -253,7 +258,9 @@ def _replicate_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str])
     mapped = map_replicas(
         copied, mesh=mesh, axis_name=axis_name, in_roles=("shared",), automatic=automatic
     )
-    return jax.jit(mapped)
+    # On one device the compiler need not say that it is split, by which it is known as stacked.
+    where = None if has_a_device_each(mesh) else placement(mesh, P(axis_names(axis_name)))
+    return jax.jit(mapped, out_shardings=where)
 
 
 def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica") -> PyTree:
@@ -294,7 +301,7 @@ def replicate_as(name: str, params: PyTree, *, mesh: AnyMesh, axis_name: AxisNam
         )
     check_arrays("replicate", params)
     leaves = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
-    over = {axis for axis in axis_names(axis_name) if mesh.shape[axis] > 1}
+    over = {axis for axis in axis_names(axis_name) if device_mesh(mesh).shape.get(axis, 1) > 1}
     if split := [n for n, x in leaves if over & model_axes(x, mesh, ())]:
         warn_user(
             f"replicate: `{name}` are sharded over the axis of the replicas, {axis_name!r}: "
@@ -305,34 +312,25 @@ def replicate_as(name: str, params: PyTree, *, mesh: AnyMesh, axis_name: AxisNam
     compare_trees(params, with_values=True, name=name)
     placed = on_every_device(params, mesh)
     automatic = model_axes(placed, mesh, axis_name)
-    stacked = _replicate_fn(mesh, axis_name, automatic)(placed)
-    if isinstance(mesh, VirtualMesh):
-        _virtual_leaves.update({id(x): x for x in jax.tree.leaves(stacked)})
-    return stacked
-
-
-# The leaves that `replicate` stacked for virtual meshes, by id: they have no sharding to know by.
-_virtual_leaves: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
+    return _replicate_fn(mesh, axis_name, automatic)(placed)
 
 
 def _is_stacked(leaves: list[Any], replicas: int, mesh: AnyMesh, axis_name: AxisName) -> bool:
-    """Return whether leaves have a replica axis: all by their shardings, or one by its origin."""
-    if isinstance(mesh, VirtualMesh):
-        return any(_virtual_leaves.get(id(x)) is x for x in leaves)
+    """Return whether all leaves have a replica axis, by their shardings."""
+    where = placement(mesh, P(axis_names(axis_name)))
+    first = [*map(axis_names, where.spec)]  # none if virtual replicas have no devices of their own
 
     def is_split(x: Any) -> bool:
-        is_alike = _is_on(x, mesh) and np.shape(x)[:1] == (replicas,)
-        return is_alike and [*map(axis_names, x.sharding.spec[:1])] == [axis_names(axis_name)]
+        is_alike = _is_on(x, where.mesh) and np.shape(x)[:1] == (replicas,)
+        return is_alike and first == [*map(axis_names, x.sharding.spec[:1])] != []
 
     return bool(leaves) and all(map(is_split, leaves))
 
 
 def on_mesh(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
     """Place stacked leaves that are not on `mesh` yet, split over the replica axis."""
-    if not isinstance(mesh, Mesh):
-        return tree
-    sharding = NamedSharding(mesh, P(axis_names(axis_name)))
-    return jax.tree.map(lambda x: _put(x, sharding), tree)
+    where = placement(mesh, P(axis_names(axis_name)))
+    return jax.tree.map(lambda x: _put(x, where), tree)
 
 
 Layouts = tuple[tuple[tuple[Any, ...], tuple[int, ...], P], ...]

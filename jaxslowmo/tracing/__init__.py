@@ -1,4 +1,4 @@
-"""Facts from traced programs: gradients of a loss, what a transform sends and what it mixes."""
+"""Facts from traced programs: gradients of a loss, and what a transform sends."""
 
 from ._jaxprs import UpdateFacts as UpdateFacts
 from ._jaxprs import collective_axes as collective_axes
@@ -12,12 +12,14 @@ from ._losses import check_all_used as check_all_used
 from ._losses import check_loss as check_loss
 from ._losses import ready_order as ready_order
 from ._losses import unused_parameters as unused_parameters
+from ._programs import CALLS as CALLS
 from ._programs import Atom as Atom
 from ._programs import Flat as Flat
+from ._programs import Loop as Loop
 from ._programs import equations_in as equations_in
 from ._programs import flattened as flattened
 from ._programs import has_side_effects as has_side_effects
+from ._programs import interpret as interpret
+from ._programs import loss_arguments as loss_arguments
 from ._programs import run as run
 from ._programs import scan_operands as scan_operands
-from ._transforms import ProgramReader as ProgramReader
-from ._transforms import Reading as Reading

@@ -1,9 +1,7 @@
 """Find the axes over which programs communicate, and between whose positions results differ."""
 
-import contextlib
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,32 +10,33 @@ from jax.sharding import AbstractMesh, AxisType
 
 from .._support.scopes import OF_TRANSFORMS
 from .._support.types import AxisName, PyTree
-from ..mesh import AnyMesh, map_replicas
+from ..mesh import AnyMesh, model_axes
 from ._programs import Loop, called_program, interpret, loss_arguments, programs_in
-
-_Fact = TypeVar("_Fact")
 
 _NOT_SENDING = {"axis_index", "pvary"}  # name an axis, and send nothing
 
 
-def collective_axes(program: Any, counts: Callable[[Any], bool] | None = None) -> frozenset[str]:
+def collective_axes(
+    program: Any, counts: Callable[[Any], bool] = lambda equation: True
+) -> frozenset[str]:
     """Return the names of the axes of all collectives in a program, nested programs included.
 
     Args:
       program: a jaxpr, closed or open.
-      counts: decides for an equation whether its collectives, and those inside it, count; None
-        counts all.
+      counts: decides for an equation whether its collectives, and those inside it, count; all by
+        default.
 
     Communication: none.
     """
     axes: set[str] = set()
     for equation in getattr(program, "jaxpr", program).eqns:
         inside = (collective_axes(part, counts) for part in programs_in(equation))
-        # A nested shard_map binds axes of its own.
-        named = set[str]().union(*inside) - set(equation.params.get("manual_axes", ()))
+        named = set[str]().union(*inside)
+        if equation.primitive.name == "shard_map":  # it binds axes of its own
+            named -= equation.params["newly_manual_axes"]
         if equation.primitive.name not in _NOT_SENDING:
             named |= _named_axes(equation)
-        if named and (counts is None or counts(equation)):
+        if named and counts(equation):
             axes |= named
     return frozenset(axes)
 
@@ -71,9 +70,8 @@ def _differing(eqn: Any, operands: list[frozenset[str]]) -> list[frozenset[str]]
     together = frozenset[str]().union(*operands)
     axes = _named_axes(eqn)
     if name in _EQUAL:
-        if params.get("axis_index_groups") is not None:
-            return [each | axes for each in operands]
-        return [each - axes for each in operands]
+        is_grouped = params.get("axis_index_groups") is not None
+        return [each | axes if is_grouped else each - axes for each in operands]
     if name in _DIFFERENT:
         return [together | axes] * len(eqn.outvars)
     if name == "cond":
@@ -107,8 +105,9 @@ def read_update(
     state: PyTree,
     *,
     mesh: AnyMesh,
-    axis_name: AxisName,
+    axes: Collection[str],
     differing: PyTree,
+    extra: bool,
 ) -> UpdateFacts | None:
     """Trace an update with shapes alone, and return what its program says.
 
@@ -116,72 +115,63 @@ def read_update(
       tx: any transform.
       params: stacked parameters, or their shapes.
       state: the stacked state of `tx`, or its shapes.
-      mesh: the mesh whose axes are bound while the update is traced.
-      axis_name: the replica axis.
+      mesh: the mesh.
+      axes: its axes that are mapped, over which an update may communicate; others are automatic.
       differing: a tree like the gradients, of the axes between whose positions a leaf differs;
         parameters and state do not differ there.
+      extra: whether the update takes extra arguments.
 
     Returns:
-      The facts; None where the update cannot be traced so, perhaps because it needs arguments that
-      only a step has: the first step then raises the error.
+      The facts; None where the update itself raises. It may lack what only a step has, and if not,
+      the first step raises the error, and says more of it.
 
     Communication: none.
     """
 
-    def facts(params: PyTree, state: PyTree) -> UpdateFacts:
-        program = jax.jit(partial(_updated, tx)).trace(params, params, state)
-        inputs = differing, jax.tree.map(lambda _: frozenset[str](), (params, state))
-        axes = differing_axes(program.jaxpr, jax.tree.leaves(inputs))
-        updates, after = jax.tree.unflatten(jax.tree.structure(program.out_info), axes)
-        return UpdateFacts(collective_axes(program.jaxpr, _is_unnamed), updates, after)
+    def update(grads: PyTree, params: PyTree, state: PyTree) -> tuple[PyTree, PyTree] | None:
+        arguments = loss_arguments(grads, jnp.float32(1.0)) if extra else {}
+        try:
+            return tx.update(grads, state, params, **arguments)
+        except Exception:  # of the transform's own code alone, so that nothing else goes unseen
+            return None
 
-    return _traced(facts, (params, state), mesh, axis_name)
+    program, results = _traced(update, mesh, axes, params, params, state)
+    if results is None:
+        return None
+    inputs = differing, jax.tree.map(lambda _: frozenset[str](), (params, state))
+    over = differing_axes(program, jax.tree.leaves(inputs))
+    updates, after = jax.tree.unflatten(jax.tree.structure(results), over)
+    return UpdateFacts(collective_axes(program, _is_unnamed), updates, after)
 
 
 def state_types(
     tx: optax.GradientTransformation, params: PyTree, *, mesh: AnyMesh, axis_name: AxisName
-) -> PyTree | None:
-    """Return the types of one replica's state; None where `init` needs more than parameters.
+) -> PyTree:
+    """Return the types of one replica's state, as `js.init` makes it; `params` are stacked.
 
-    `params` are stacked.
+    Raises:
+      Exception: what `init` raises.
 
     Communication: none.
     """
-    return _traced(partial(jax.eval_shape, tx.init), (params,), mesh, axis_name)
+    axes = {*mesh.axis_names} - model_axes(params, mesh, axis_name)
+    return _traced(tx.init, mesh, axes, params)[1]
 
 
 def _traced(
-    fact: Callable[..., _Fact], args: tuple[PyTree, ...], mesh: AnyMesh, axis_name: AxisName
-) -> _Fact | None:
-    """Return `fact(*args)` with types of one replica and the mesh's axes bound; None if it raises.
+    fn: Callable[..., PyTree], mesh: AnyMesh, axes: Collection[str], *args: PyTree
+) -> tuple[Any, PyTree]:
+    """Return the program of `fn`, and the types of its results, as in a replica of a step.
 
-    A transform may lack arguments that only a step has, and then the first step raises the error.
+    `args` are stacked.
     """
-    facts: list[_Fact] = []
-
-    def per_replica(*args: PyTree) -> PyTree:
-        facts.append(fact(*args))
-        return ()
-
-    names = mesh.axis_names
-    bound = AbstractMesh(tuple(mesh.shape.values()), names, (AxisType.Auto,) * len(names))
-    roles: Any = ("stacked",) * len(args)
-    mapped = map_replicas(per_replica, mesh=bound, axis_name=axis_name, in_roles=roles)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    with contextlib.suppress(Exception):
-        jax.eval_shape(mapped, *shapes)
-    return facts[0] if facts else None
-
-
-def _updated(
-    tx: optax.GradientTransformationExtraArgs, grads: PyTree, params: PyTree, state: PyTree
-) -> tuple[PyTree, PyTree]:
-    try:
-        return tx.update(grads, state, params, **loss_arguments(grads, jnp.float32(1.0)))
-    except TypeError:  # the transform accepts no extra arguments
-        return tx.update(grads, state, params)
+    kinds = (AxisType.Manual if name in axes else AxisType.Auto for name in mesh.axis_names)
+    inside = AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, tuple(kinds))
+    bound = [(name, mesh.shape[name]) for name in axes]
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), args)
+    with jax.sharding.use_abstract_mesh(inside):
+        return jax.make_jaxpr(fn, axis_env=bound, return_shape=True)(*one)
 
 
 def _is_unnamed(equation: Any) -> bool:
-    scopes = str(equation.source_info.name_stack)
-    return not any(name in scopes for name in OF_TRANSFORMS)
+    return not any(name in str(equation.source_info.name_stack) for name in OF_TRANSFORMS)

@@ -73,10 +73,9 @@ class _Reader:
         self._place += 1
         if name == "optimization_barrier":
             return operands
-        fact = Fact(self._place, _zero(name, [o.zero for o in operands]))
-        if name in _TRIVIAL and (place := max((o.place for o in operands), default=GIVEN)) > GIVEN:
-            fact = fact._replace(place=place)
-        return [fact] * len(eqn.outvars)
+        last = max((o.place for o in operands), default=GIVEN) if name in _TRIVIAL else GIVEN
+        place = self._place if last == GIVEN else last
+        return [Fact(place, _zero(name, [o.zero for o in operands]))] * len(eqn.outvars)
 
     def _loop(self, loop: Loop, operands: list[Fact]) -> list[Fact]:
         """Return facts of the outputs of a loop.
@@ -86,11 +85,9 @@ class _Reader:
         """
         self._place += 1
         start = self._place
-
-        def join(fact: Fact, after: Fact, *ends: Fact) -> Fact:
-            return fact._replace(zero=fact.zero and after.zero)
-
-        facts, last = loop.settled(self.run, operands, join)
+        facts, last = loop.settled(
+            self.run, operands, lambda fact, after, *_: fact._replace(zero=fact.zero and after.zero)
+        )
         pairs = zip(facts, last, strict=True)
         return [Fact(max(in_body.place, start), fact.zero) for fact, in_body in pairs]
 
@@ -162,17 +159,10 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
     any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     takes = {n for n in ("rng", "model_state", "embedded") if any_keyword or n in parameters}
 
-    def full(
-        params: PyTree,
-        batch: PyTree,
-        *,
-        rng: jax.Array,
-        model_state: PyTree,
-        embedded: PyTree | None = None,
-    ):
-        given = {"rng": rng, "model_state": model_state, "embedded": embedded}
+    def full(params: PyTree, batch: PyTree, **given: PyTree):
+        model_state = given["model_state"]
         for name, why in _NEEDED.items():
-            if name not in takes and jax.tree.leaves(given[name]):
+            if name not in takes and jax.tree.leaves(given.get(name)):
                 raise ValueError(f"`loss_fn` must take `{name}` as a keyword, since {why}.")
         keywords = {name: x for name, x in given.items() if name in takes and x is not None}
         try:
@@ -334,12 +324,8 @@ def ready_order(
     Source: the counterpart of `rebuild_buckets` in torch 2.13, `reducer.cpp`.
     """
     facts = gradient_facts("ready_order", loss_fn, params, batch, rng, model_state)
-
-    def rank(leaf: int) -> tuple[bool, int, int]:
-        place, zero = facts[leaf]
-        return zero, 0 if zero else place, -leaf
-
-    return tuple(sorted(range(len(facts)), key=rank))
+    ranks = [(zero, 0 if zero else place, -leaf) for leaf, (place, zero) in enumerate(facts)]
+    return tuple(sorted(range(len(facts)), key=ranks.__getitem__))
 
 
 def unused_parameters(

@@ -15,12 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 import optax
-
-# No public way says to which scope an equation belongs, which effect is a collective's, or when a
-# value is used last.
-from jax._src import source_info_util
-from jax._src.core import NamedAxisEffect, clean_up_dead_vars, last_used
+from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal, Var
+
+from .._support.private_jax import is_axis_effect
 
 _Value = TypeVar("_Value")
 _Read = Callable[[Any, list[_Value]], list[_Value]]  # a program and its inputs to its outputs
@@ -63,11 +61,13 @@ def interpret(
             return constant(np.asarray(atom.val, atom.aval.dtype))
         return values[atom]
 
-    last = last_used(jaxpr)
+    last = {v: eqn for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var)}
+    last |= {v: None for v in jaxpr.outvars if isinstance(v, Var)}
     for eqn in jaxpr.eqns:
         results = equation(eqn, [read(atom) for atom in eqn.invars])
         values.update(zip(eqn.outvars, results, strict=True))
-        clean_up_dead_vars(eqn, values, last)
+        for v in {v for v in eqn.invars if isinstance(v, Var) and last[v] is eqn}:
+            del values[v]  # islands compute with whole arrays, which need not stay
     return [read(atom) for atom in jaxpr.outvars]
 
 
@@ -177,13 +177,9 @@ def called_program(eqn: Any) -> Any:
 # function is one of them: both parts of a backward pass need values that it computes again, and
 # only its equations tell which part needs which.
 CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "eval_jaxpr": "call_jaxpr",
-    "remat2": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-}
+    "jit": "jaxpr", "remat2": "jaxpr", "closed_call": "call_jaxpr", "eval_jaxpr": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -230,7 +226,7 @@ def run(
 
 def has_side_effects(equation: JaxprEqn) -> bool:
     """Return whether an equation prints or calls back to the host, beside giving its results."""
-    return any(not isinstance(effect, NamedAxisEffect) for effect in equation.effects)
+    return not all(map(is_axis_effect, equation.effects))
 
 
 def _run(program: Any, inputs: Sequence[Any], instead: Instead) -> list[Any]:

@@ -7,10 +7,12 @@ from ._loop import Hook as Hook
 from ._loop import Log as Log
 from ._loop import host_mean as host_mean
 from ._loop import train_loop as train_loop
+from ._train_state import ReplicaState as ReplicaState
 from ._train_state import TrainState as TrainState
 from ._train_state import updates_of as updates_of
 from ._uneven import WeightedBatch as WeightedBatch
 from ._uneven import uneven_batches as uneven_batches
+from ._with_exchange import ExchangingStep as ExchangingStep
 from ._with_exchange import with_exchange as with_exchange
 from .input import InputPipelineReport as InputPipelineReport
 from .input import InputStageTimes as InputStageTimes

@@ -28,15 +28,16 @@ from ..embedding import Embeddings
 from ..mesh import (
     AnyMesh,
     Description,
-    VirtualMesh,
     array_from_host,
     axis_names,
     describe,
+    device_mesh,
     differences,
     digest,
     is_of_host,
     is_shared,
     name_processes,
+    placement,
 )
 from ..tree import leaf_names
 from ._batch_leaves import why_not_arrays, why_not_by_leaves
@@ -62,7 +63,7 @@ def own_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return the parts of a dimension split over `axes` that devices of this process hold.
 
     Args:
-      mesh: mesh of one process or of several; a `VirtualMesh` holds all parts.
+      mesh: mesh of one process or of several.
       axes: names of mesh axes, outermost first.
 
     Returns:
@@ -72,10 +73,8 @@ def own_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[int, ...]:
     Communication: none.
     """
     count = _num_parts(mesh, axes)
-    if isinstance(mesh, VirtualMesh):
-        return tuple(range(count))
-    held = NamedSharding(mesh, P(axes)).addressable_devices_indices_map((count,)).values()
-    return tuple(sorted({index[0].indices(count)[0] for index in held if index}))
+    held = placement(mesh, P(axes)).addressable_devices_indices_map((count,)).values()
+    return tuple(sorted({part for index in held if index for part in range(count)[index[0]]}))
 
 
 def _num_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
@@ -84,7 +83,7 @@ def _num_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
 
 def is_of_processes(mesh: AnyMesh) -> TypeGuard[Mesh]:
     """Return whether devices of several processes form the mesh."""
-    return isinstance(mesh, Mesh) and mesh.is_multi_process
+    return mesh.is_multi_process
 
 
 def processes_of(mesh: Mesh) -> list[int]:
@@ -194,6 +193,26 @@ def on_devices(x: Any) -> Any:
     return (x.aval, x.sharding) if is_array else None
 
 
+def _lies_split(x: Any, target: NamedSharding) -> bool:
+    """Return whether the leading dimension of `x` is split over at least the axes of `target`."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != target.mesh:
+        return False
+    axes, split = (axis_names((*s.spec, None)[0] or ()) for s in (target, sharding))
+    return split[: len(axes)] == axes
+
+
+def _at(x: Any, target: NamedSharding) -> Any:
+    """Return `x` at its place; what lies there already stays the same array.
+
+    For one device a traced value is left to its program, which may run on another.
+    """
+    if isinstance(x, Tracer) and target.mesh.size == 1:
+        return x
+    known = on_devices(x)
+    return x if known and known[1].is_equivalent_to(target, x.ndim) else jax.device_put(x, target)
+
+
 class Placing:
     """The placement of a step's batches: checks them and puts them on the devices of the mesh.
 
@@ -218,7 +237,7 @@ class Placing:
         # Batches that were compared between processes: their shapes and how many there were.
         self._seen: set[Any] = set()
         # For kinds of batches that were found to be right, where leaves that must move go, by
-        # their number; None on the one device of virtual replicas.
+        # their number.
         self._right: dict[Any, dict[int, Any]] = {}
         self._is_of_processes = is_of_processes(mesh)
         self._num_calls = 0
@@ -266,11 +285,8 @@ class Placing:
         """Remember which leaves of a right kind of batches move, and where to."""
         if kind is None:
             return
-        is_virtual = isinstance(self._mesh, VirtualMesh)
         pairs = enumerate(zip(*map(jax.tree.leaves, (batch, placed)), strict=True))
-        self._right[kind] = {
-            i: None if is_virtual else new.sharding for i, (old, new) in pairs if new is not old
-        }
+        self._right[kind] = {i: new.sharding for i, (old, new) in pairs if new is not old}
 
     def _type(self, x: Any) -> Any:
         """Return type and placement of a leaf; None if each batch with it must be looked at."""
@@ -318,10 +334,7 @@ class Placing:
         batch = as_arrays(batch)
         if problem := self._problem(batch, axes):
             raise ValueError(problem)
-        if isinstance(self._mesh, VirtualMesh):
-            put = lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x  # noqa: E731
-        else:
-            put = lambda x: self._put(x, axes if self._is_split(x, axes) else ())  # noqa: E731
+        put = lambda x: self._put(x, axes if self._is_split(x, axes) else ())  # noqa: E731
         return jax.tree.map(put, batch), self._placed_weight(weight)
 
     def several(
@@ -357,13 +370,16 @@ class Placing:
             return _stacked(parts), self._placed_weight(weight), length
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
         if problem := self._problem(one, axes):
-            raise ValueError(problem)
+            shapes = ", ".join(str(x.shape) for x in jax.tree.leaves(batches)[:_MAX_NAMED])
+            raise ValueError(
+                "`batches` must have a first dimension, the number of updates, before that of a "
+                f"batch, got leaves of shapes {shapes}, of which each of {length} updates would "
+                f"take one row: {problem}"
+            )
 
         def put(x: Any, one: Any) -> Any:
-            if isinstance(self._mesh, VirtualMesh):
-                return jax.device_put(x) if isinstance(x, np.ndarray) else x
             spec = P(None, axes) if self._is_split(one, axes) else P()
-            return jax.device_put(x, NamedSharding(self._mesh, spec))
+            return _at(x, placement(self._mesh, spec))
 
         placed = jax.tree.map(put, batches, one)
         self._note_kind(kind, given, placed)
@@ -472,32 +488,20 @@ class Placing:
             )
         if isinstance(array, np.ndarray) and not np.all((array >= 0) & np.isfinite(array)):
             raise ValueError(f"`weight` must be >= 0 and finite, got {array.tolist()}.")
-        return (
-            jax.device_put(array) if isinstance(self._mesh, VirtualMesh) else self._put(array, axes)
-        )
-
-    def _lies_split(self, x: Any, axes: tuple[str, ...]) -> bool:
-        """Return whether the leading dimension of `x` is split over at least `axes` already."""
-        sharding = getattr(x, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or sharding.mesh != self._mesh:
-            return False
-        entry = sharding.spec[0] if sharding.spec else ()
-        split = entry if isinstance(entry, tuple) else (entry,)
-        return split[: len(axes)] == axes
+        return self._put(array, axes)
 
     def _put(self, x: Any, axes: tuple[str, ...]) -> Any:
         """Return `x` with its leading dimension split over `axes`, or whole if there are none."""
-        mesh = self._mesh
-        assert isinstance(mesh, Mesh), "virtual replicas share one device"
-        if axes and self._lies_split(x, axes):
+        target = placement(self._mesh, P(axes) if axes else P())
+        if axes and _lies_split(x, target):
             return x
-        target = NamedSharding(mesh, P(axes) if axes else P())
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
         # In several processes, `device_put` of a host array with such a sharding gathers it from
         # all processes to check that they agree: communication, and an error for different parts.
+        mesh = device_mesh(self._mesh)
         if not mesh.is_multi_process or not is_of_host(x):
-            return jax.device_put(x, target)
+            return _at(x, target)
         if self._host_batch == "local" and axes:
             return from_parts(x, mesh, axes)
         x = _cuttable(x)

@@ -13,8 +13,8 @@ from .._support.checks import warn_once, warn_user
 from .._support.types import AxisName, PyTree
 from ..mesh import (
     AnyMesh,
-    VirtualMesh,
     default_generator,
+    has_a_device_each,
     key_bits,
     map_replicas,
     own_keys,
@@ -52,8 +52,9 @@ class TrainState(NamedTuple):
       model_state: what the loss function carries from step to step, such as BatchNorm statistics;
         {} without any. PRNG keys in it differ between replicas.
       rng: (replicas, words) uint32, the data of a PRNG key of jax's default implementation for each
-        replica (`jax.random.wrap_key_data` makes keys of it), different on every replica. It is
-        plain data, so that any library that saves trees of arrays saves a `TrainState`.
+        replica (`jax.random.wrap_key_data` makes keys of it), different on every replica; no
+        update changes it, and that of an update is this key with `step` folded in. It is plain
+        data, so that any library that saves trees of arrays saves a `TrainState`.
       exchange: what the exchanges of gradients and parameters remember.
     """
 
@@ -65,9 +66,23 @@ class TrainState(NamedTuple):
     exchange: StepExchange = StepExchange()
 
 
+class ReplicaState(NamedTuple):
+    """The states of all replicas of a step of another library; made by `init`.
+
+    Attributes:
+      step: (replicas,) int32, updates so far; equal on all replicas.
+      state: the library's state, stacked over the replicas.
+      exchange: what the exchanges remember.
+    """
+
+    step: jax.Array
+    state: PyTree
+    exchange: StepExchange = StepExchange()
+
+
 def updates_of(state: Any) -> int:
-    """Return the updates that a state counts, which waits for it; 0 if it is no `TrainState`."""
-    if not isinstance(state, TrainState):
+    """Return the updates that a step's state counts, which waits for it; 0 for other states."""
+    if not isinstance(state, TrainState | ReplicaState):
         return 0
     count = state.step
     local = count.addressable_data(0) if isinstance(count, jax.Array) else count
@@ -89,8 +104,7 @@ def started(
     Communication: none between replicas.
     """
     one_state = {} if model_state is None else model_state
-    if isinstance(mesh, VirtualMesh):
-        _warn_of_rbg(one_state)
+    _warn_of_rbg(one_state, mesh)
     return TrainState(
         step=replicate(jax.device_put(np.int32(0)), mesh=mesh, axis_name=axis_name),
         params=stacked,
@@ -130,8 +144,10 @@ def with_own_keys(stacked: PyTree, *, mesh: AnyMesh, axis_name: AxisName) -> PyT
     return structure.unflatten(leaves)
 
 
-def _warn_of_rbg(model_state: PyTree) -> None:
+def _warn_of_rbg(model_state: PyTree, mesh: AnyMesh) -> None:
     """Warn where replicas under `vmap` draw other numbers than on devices of their own."""
+    if has_a_device_each(mesh):
+        return
     keys = [x for x in jax.tree.leaves(model_state) if _is_key(x)]
     impls = {str(jax.random.key_impl(x)) for x in keys} | {default_generator()}
     if found := sorted(impls - {"threefry2x32"}):

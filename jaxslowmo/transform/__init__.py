@@ -1,6 +1,5 @@
 """Building blocks of transforms that exchange, without the algorithms themselves."""
 
-from ..tree import BufferGroup as BufferGroup
 from ..tree import Flats as Flats
 from ..tree import TreePacking as TreePacking
 from ._algorithm import Algorithm as Algorithm
@@ -16,9 +15,7 @@ from ._chain import chain as chain
 from ._chain import gradient_parts as gradient_parts
 from ._chain import init as init
 from ._chain import note_followed as note_followed
-from ._checks import LayoutNotice as LayoutNotice
 from ._checks import check_weight as check_weight
-from ._checks import layouts_known as layouts_known
 from ._checks import unless_idle as unless_idle
 from ._due import Communicate as Communicate
 from ._due import Every as Every
@@ -68,8 +65,8 @@ from ._replica_group import check_axis_argument as check_axis_argument
 from ._replica_group import checked_bytes as checked_bytes
 from ._replica_group import checked_group as checked_group
 from ._replica_group import packing_of as packing_of
-from ._replica_group import planned_by_group as planned_by_group
 from ._replica_group import split_dimension as split_dimension
+from ._stacked import Arrays as Arrays
 from ._stacked import StackedReplicas as StackedReplicas
 from ._stacked import number_of_all as number_of_all
 from ._stacked import over_stacked as over_stacked

@@ -14,7 +14,7 @@ import jax
 
 from .._support.types import Phase, PyTree
 from ..mesh import Shares
-from ..tree import cast, landing, updates_to
+from ..tree import cast, landing, updates_to, widen_updates
 from ._due import Communicate, Every, decide, either, every, phase_scope, run_if
 from ._optax_states import moved_copies
 from ._replica_group import ReplicaGroup
@@ -311,14 +311,15 @@ class Algorithm:
 
         Args:
           updates: the optimizer's updates, in at least float32; the carry's `params` are made where
-            something is due. None: the carry has them.
+            something is due. None: the carry has them, of which those that nobody has rounded yet
+            are in at least float32.
           carry: the carry.
           context: facts about the update.
           placed: `placed(group)`: a group of replicas in the place where this is called.
 
         Returns:
           Updates that lead to the new parameters, in at least float32, and the carry, whose
-          `params` mean nothing; or None, and the carry with the new parameters.
+          `params` mean nothing; or None, and the carry with the new parameters in their dtypes.
         """
         before, events = carry.before, list(self.events)
         if context.phase is not None:
@@ -339,13 +340,13 @@ class Algorithm:
 
         def exchanged(operand: tuple[PyTree, Carry]) -> tuple[PyTree, Carry]:
             updates, carry = operand
-            if updates is not None:
-                carry = carry._replace(params=landing(before, updates))
+            # What is not widened outside passes through the conditional as it lies.
+            y = widen_updates(carry.params) if updates is None else landing(before, updates)
             pairs = list(zip(events, dues, strict=True))
-            carry = self._run(pairs, carry, call, is_any=True)
+            carry = self._run(pairs, carry._replace(params=y), call, is_any=True)
+            target = rounded(carry._replace(before=before))
             if updates is None:
-                return None, carry
-            target = jax.tree.map(lambda y, p: cast(y, p.dtype), carry.params, before)
+                return None, carry._replace(params=target)
             return updates_to(before, target), carry._replace(params=())
 
         def skipped(operand: tuple[PyTree, Carry]) -> tuple[PyTree, Carry]:
@@ -353,6 +354,8 @@ class Algorithm:
             for event, due in zip(events, dues, strict=True):
                 if event.missed is not None and context.communicate is not True:
                     carry = carry._replace(local=event.missed(carry.local, due))
+            if updates is None:
+                carry = carry._replace(params=rounded(carry._replace(before=before)))
             return updates, carry
 
         # One conditional around all, so that a local update passes through no other.

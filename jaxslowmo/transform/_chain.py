@@ -1,8 +1,8 @@
 """Chains of transforms, and their stacked states."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -26,7 +26,6 @@ from ..mesh import (
     replica_count,
     sharded_like,
 )
-from ._checks import setting
 from ._gradients import GradientTransform, Joined, over_stages, spec_of
 from ._optax_states import moving_states
 from ._parameter_transform import ParameterTransform
@@ -144,9 +143,15 @@ def gradient_parts(parts: Sequence[optax.GradientTransformation]) -> int:
     return count
 
 
-def noting_followed() -> AbstractContextManager[Counter[str]]:
+@contextmanager
+def noting_followed() -> Iterator[Counter[str]]:
     """Make `note_followed` count state classes within the block, in the counter that it yields."""
-    return setting(_FOLLOWED, Counter())
+    counter = Counter[str]()
+    token = _FOLLOWED.set(counter)
+    try:
+        yield counter
+    finally:
+        _FOLLOWED.reset(token)
 
 
 def note_followed(states: PyTree) -> None:

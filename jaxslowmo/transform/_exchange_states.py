@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree, axis_names
-from ..mesh import AnyMesh, VirtualMesh, specs_of_leaves
+from ..mesh import AnyMesh, placement, specs_of_leaves
 from ..tree import leaf_names, mirrored
 from ._parameter_transform import ParameterTransform
 from ._replica_group import ReplicaGroup
@@ -61,8 +60,6 @@ def first_states(
         share = share_of_whole_leaves(sync, types, params, param_specs=param_specs, **placement)
         count = math.prod(mesh.shape[name] for name in algorithm.groups[-1].axes)
         sync.note_whole_leaves(share, count)
-    if isinstance(mesh, VirtualMesh):
-        return jax.jit(make)(stacked_params)
     group = algorithm.groups[-1] if algorithm.groups else ReplicaGroup(axis_name)
     local, shared = jax.eval_shape(make, stacked_params)
     where = shardings(of_one(local), shared, params, group, mesh, axis_name, param_specs)
@@ -111,7 +108,7 @@ def shardings(
     shared: PyTree,
     params: PyTree,
     group: ReplicaGroup,
-    mesh: Mesh,
+    mesh: AnyMesh,
     axis_name: AxisName,
     param_specs: PyTree | None,
 ) -> tuple[PyTree, PyTree]:
@@ -135,7 +132,7 @@ def shardings(
     def placed(tree: PyTree, spec_of: Any) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
         pairs = zip(leaf_names(tree), leaves, strict=True)
-        return treedef.unflatten([NamedSharding(mesh, spec_of(name, x)) for name, x in pairs])
+        return treedef.unflatten([placement(mesh, spec_of(name, x)) for name, x in pairs])
 
     return placed(local, of_local), placed(shared, of_shared)
 

@@ -15,8 +15,6 @@ class LossProgram:
     asks instances of this class alone: a user's function may have attributes of the same names.
 
     Attributes:
-      param_specs: over which axes inside a replica its parameters are sharded, a `PartitionSpec`
-        for each leaf; None: they are whole there.
       param_types: types of the parameters in the form in which a step keeps them; None: those of
         the trees that `init` is given.
       dispatch: function that runs the programs of the loss before those of the step, and returns
@@ -28,7 +26,6 @@ class LossProgram:
         compiled programs are out of date; None: they never are.
     """
 
-    param_specs: PyTree | None = None
     param_types: PyTree | None = None
     dispatch: Callable[..., Any] | None = None
     weighted: Callable[..., Any] | None = None

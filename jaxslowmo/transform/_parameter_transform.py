@@ -15,13 +15,11 @@ from .._support.types import AxisName, Phase, PyTree
 from ..mesh import Shares, axis_size, is_bound, specs_key, typed_specs
 from ..tree import (
     at_least_float32,
-    cast,
     check_floating,
     landing,
     leaf_names,
     mirrored,
     updates_to,
-    widen_updates,
 )
 from ._algorithm import Algorithm, Carry, UpdateContext
 from ._checks import check_varying, check_weight, unless_idle
@@ -277,12 +275,14 @@ class _Pair:
         learning_rate: Any = None,
         stacked: StackedReplicas | None = None,
         after: PyTree | None = None,
+        sets_params: bool = False,
         **extra: Any,
     ) -> tuple[PyTree, list[Any], ExchangeState, PyTree]:
         """Return `(updates, statistics, state, moments)` after one update, like `update`.
 
-        With `after`, the parameters after the update, in place of `updates`, the first result is
-        the new parameters.
+        With `sets_params` the first result is the new parameters; a parameter whose update is None
+        is moved by the exchange alone. With `after`, the parameters after the update, in place of
+        `updates` the first result is the new parameters, too.
         """
         # Cheap checks come first, and checks that need an axis after the check that it is bound.
         del extra
@@ -311,26 +311,26 @@ class _Pair:
                 check_varying(owner, params, updates, group.axis_name)
         count = increment(state.count)
         context = UpdateContext(count, communicate, share, learning_rate, phase, init, part)
-        local, shared, y = state.local, state.shared, ()
-        if after is None:
-            updates = jax.tree.map(_widened, updates)
+        local, shared = state.local, state.shared
+        if after is not None:
+            y, updates, sets_params = after, updates_to(params, after), True
         else:
-            y, updates = widen_updates(after), updates_to(params, after)
+            updates = jax.tree.map(_widened, updates)
+            y = landing(params, updates) if sets_params else ()
         if algorithm.begin is not None:
             given = updates
             updates, local, shared = algorithm.begin(updates, local, shared, context)
-            if after is not None and updates is not given:
+            if sets_params and updates is not given:
                 y = landing(params, updates)
         is_changed = algorithm.inner_state != "keep" or moving_states(moments)
         kept = moments if is_changed else None
         carry = Carry(params, y, kept, list(statistics), local, shared)
-        updates = updates if after is None else None
+        updates = None if sets_params else updates
         updates, carry = algorithm.run(
             updates, carry, context, lambda group: group.placed(stacked, self._specs)
         )
         state = ExchangeState(count, carry.local, carry.shared)
-        if after is not None:
-            updates = jax.tree.map(lambda x, p: cast(x, p.dtype), carry.params, params)
+        updates = carry.params if sets_params else updates
         return updates, carry.statistics, state, moments if kept is None else carry.moments
 
     def _check_axes(self, groups: Sequence[ReplicaGroup]) -> None:

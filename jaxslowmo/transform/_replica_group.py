@@ -13,7 +13,7 @@ leaf over the replicas would put it.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +21,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import checked_int
 from .._support.types import AxisName, PyTree, axis_names
 from ..collectives import (
+    LARGE_BYTES,
     all_gather_rows,
     all_mean,
     coded_mean,
     gather_slices,
+    in_blocks,
     in_slices,
+    is_scattered_alone,
     mean_in_codec,
     permute,
     relative_weight,
     scatter_mean,
+    scatter_mean_along,
     scatter_mean_in_codec,
     total_weight,
 )
@@ -47,14 +50,12 @@ from ..mesh import (
     laid_out,
     only_over,
     require_axes,
-    specs_key,
     specs_of_leaves,
     sum_over,
     typed_specs,
 )
 from ..tree import (
     Buffer,
-    BufferPlan,
     TreePacking,
     at_least_float32,
     leaf_names,
@@ -186,9 +187,55 @@ class ReplicaGroup:
 
     # Where verbs run.
 
+    def layouts(self, tree: PyTree) -> tuple[P, ...] | None:
+        """Return the layout of each leaf over the axes inside a replica that are not mapped here.
+
+        The types of leaves show Explicit axes. None: only the compiler knows how leaves lie.
+
+        Raises:
+          ValueError: `param_specs` that do not fit the tree, or name an axis that is not here.
+        """
+        if self.stacked is not None:
+            return specs_of_leaves(self.param_specs, tree)
+        mesh, specs = jax.sharding.get_abstract_mesh(), self.param_specs
+        if specs is None:
+            specs = typed_specs(tree)
+            if specs is None and any(mesh.shape[name] > 1 for name in _inner_axes()):
+                return None
+        # One spec may stand for a whole subtree, as in jit and shard_map.
+        try:
+            of_leaves = specs_of_leaves(specs, tree)
+        except ValueError as error:
+            raise ValueError(
+                "`param_specs` must be a tree of PartitionSpec with the structure of the "
+                f"parameters, or a prefix of it: {error}"
+            ) from None
+        named = {name for spec in of_leaves for entry in spec for name in axis_names(entry or ())}
+        for name in sorted(named.difference(mesh.axis_names)):
+            if not (is_bound(name) and axis_size(name) == 1):
+                raise ValueError(
+                    f"`param_specs` names axis {name!r}, which the mesh here does not have "
+                    f"(axes: {', '.join(map(repr, mesh.axis_names)) or 'none'})."
+                )
+        return tuple(only_over(spec, _inner_axes()) for spec in of_leaves)
+
+    def blocks(self, tree: PyTree) -> PyTree:
+        """Return the types of one device's blocks of a tree where `run` packs it."""
+        leaves, treedef = jax.tree.flatten(tree)
+        sizes = jax.sharding.get_abstract_mesh().shape
+
+        def block(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+            entries = [*spec, *[None] * (len(x.shape) - len(spec))]
+            parts = [math.prod(sizes[n] for n in axis_names(entry or ())) for entry in entries]
+            shape = tuple(n // part for n, part in zip(x.shape, parts, strict=True))
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        specs = self.layouts(tree) or [P()] * len(leaves)
+        return treedef.unflatten(map(block, leaves, specs))
+
     def own(self, tree: PyTree, specs: Sequence[P] | None = None) -> Arrays:
         """Return a tree that each replica has for itself, with `param_specs` or these layouts."""
-        return Arrays(tree, specs_of_leaves(self.param_specs, tree) if specs is None else specs)
+        return Arrays(tree, self.layouts(tree) if specs is None else specs)
 
     def alike(self, tree: PyTree) -> Arrays:
         """Return a tree that is whole and equal on all replicas, such as a number."""
@@ -197,30 +244,39 @@ class ReplicaGroup:
 
     def shared(self, tree: PyTree, like: PyTree = None) -> Arrays:
         """Return a tree that all replicas have together, cut like `like`, its whole leaves."""
-        cuts = self.dimensions(tree if like is None else like)
-        return Arrays(tree, specs_of_leaves(self.param_specs, tree), cuts, self.axes)
+        like = tree if like is None else like
+        return Arrays(tree, self.layouts(like), self.dimensions(like), self.axes)
 
-    def run(self, fn: Callable[..., Any], arguments: Sequence[Arrays], *results: Arrays) -> Any:
+    def run(
+        self,
+        fn: Callable[..., Any],
+        arguments: Sequence[Arrays],
+        *results: Arrays,
+        packs: bool = False,
+    ) -> Any:
         """Return `fn(group, *trees)`, a list of trees, called where the axes are mapped.
 
         `group` is this group there. `results` say where the results lie; of their trees only the
-        types matter.
+        types matter. Leaves whose layouts only the compiler knows are gathered if `fn` packs them,
+        or sends them in a codec; else `fn` must take them one by one.
         """
         group = self.over(stacked=None, param_specs=None)
-        if self.stacked is None:
-            trees = [x.tree for x in arguments]
-            inside = _inner_axes()
-            if not inside or self.param_specs is None:
-                return fn(self, *trees)
-            # Each device packs its own blocks along the axes that are not mapped here, too.
-            return jax.shard_map(
-                functools.partial(fn, group),
-                in_specs=tuple(_as_tree(x) for x in arguments),
-                out_specs=[_as_tree(x) for x in results],
-                axis_names=inside,
-                check_vma=False,
-            )(*trees)
-        return self.stacked.run(functools.partial(fn, group), arguments, results)
+        if self.stacked is not None:
+            return self.stacked.run(functools.partial(fn, group), arguments, results)
+        trees, inside = [x.tree for x in arguments], _inner_axes()
+        packs = packs or self.codec is not None or all(x.specs is not None for x in arguments)
+        if not inside or not packs or not any(map(jnp.ndim, jax.tree.leaves(trees))):
+            return fn(self, *trees)
+        # Each device packs its own blocks. All axes are mapped, also those over which no leaf is
+        # sharded: on CPU (jax 0.10.2, 0.12.0) the compiler aborts on a sum in half precision of
+        # which it chose the layout itself.
+        return jax.shard_map(
+            functools.partial(fn, group),
+            in_specs=tuple(_as_tree(x) for x in arguments),
+            out_specs=[_as_tree(x) for x in results],
+            axis_names=set(inside),
+            check_vma=False,
+        )(*trees)
 
     # Verbs on whole trees.
 
@@ -233,9 +289,10 @@ class ReplicaGroup:
         of 16 bits each replica's residual is added, so replicas then differ by it. `note_buffers`
         reports `role`, which says what the buffers are exchanged for.
 
-        Communication: one all-reduce per buffer, in the dtype of a codec that narrows it; with
-          `local_axis_name` 1/L of each per device, and an all-gather over that axis; with a weight,
-          before, one of 8 bytes. None for a tree without leaves.
+        Communication: one all-reduce per buffer and one per leaf of 1 MiB or more, which on CPU is
+          averaged in up to 64 blocks from 16 MiB, in the dtype of a codec that narrows it; with
+          `local_axis_name` one per buffer of all leaves, 1/L of it per device, and an all-gather
+          over that axis; with a weight, before, one of 8 bytes. None for a tree without leaves.
         """
         if not jax.tree.leaves(tree):
             return tree
@@ -321,8 +378,8 @@ class ReplicaGroup:
 
             return [packing_of(tree, group).through(total, tree)]
 
-        own = self.own(tree)
-        return self.run(run, [own], own._replace(cuts=[None] * len(own.specs)))[0]
+        own, whole = self.own(tree), [None] * len(jax.tree.leaves(tree))
+        return self.run(run, [own], own._replace(cuts=whole), packs=True)[0]
 
     def permute(self, tree: PyTree, permutation: Sequence[tuple[int, int]]) -> PyTree:
         """Return the tree of the replica that sends to this one; zeros on one that none sends to.
@@ -345,7 +402,7 @@ class ReplicaGroup:
 
             return [packing_of(tree, group).through(sent, tree)]
 
-        return self.run(run, [self.own(tree)], self.own(tree))[0]
+        return self.run(run, [self.own(tree)], self.own(tree), packs=True)[0]
 
     def mean_in_codec(self, tree: PyTree, *, role: str | None = None) -> tuple[PyTree, PyTree]:
         """Return the mean over replicas of what they send, and what of it this replica has lost.
@@ -361,10 +418,9 @@ class ReplicaGroup:
     def dimensions(self, tree: PyTree) -> list[int | None]:
         """Return for each leaf the dimension along which it is cut; None: it stays whole."""
         leaves = jax.tree.leaves(tree)
-        is_unknown = self.stacked is None and self.param_specs is None and _hides_layouts()
-        if not self.cuts_state or is_unknown:  # the compiler alone may know how they are sharded
+        specs = self.layouts(tree)
+        if not self.cuts_state or specs is None:
             return [None] * len(leaves)
-        specs = specs_of_leaves(self.param_specs, tree)
         mesh: Any = jax.sharding.get_abstract_mesh()
         mesh = mesh if self.stacked is None else self.stacked.mesh
         names = [""] * len(leaves) if self.without is None else leaf_names(tree)
@@ -432,7 +488,8 @@ class ReplicaGroup:
         run = functools.partial(_gathered, cuts=self.dimensions(like))
         shapes = jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape, b.dtype), like, blocks)
         group = self.over(codec=codec)
-        return group.run(run, [self.shared(blocks, like)], self.own(shapes))[0]
+        whole = Arrays(shapes, self.layouts(like))
+        return group.run(run, [self.shared(blocks, like)], whole)[0]
 
 
 # The verbs where the axes are mapped.
@@ -452,13 +509,9 @@ def _mean(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None, role: str
 
         return jax.tree.map(mean, tree)
 
-    def mean_of(
-        buffer: Buffer,
-        flat: jax.Array,
-        factor: jax.Array | None = None,
-        anyone: jax.Array | None = None,
-    ) -> jax.Array:
-        del buffer
+    factor, anyone = shares or (None, None)
+
+    def mean_of(flat: jax.Array) -> jax.Array:
         # Each of L devices in a replica sends its part: N bytes leave a replica, not L * N.
         if isinstance(codec, Half):
             mean, residual = coded_mean(flat, codec, axes, local, factor=factor)
@@ -468,7 +521,15 @@ def _mean(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None, role: str
         # If all replicas have run out of data the mean is 0 / 0: keep the values.
         return mean if anyone is None else jnp.where(anyone, mean, flat)
 
-    return packing_of(tree, group).through(mean_of, tree, *shares, role=role)
+    packing = packing_of(tree, group, alone_bytes=LARGE_BYTES if local is None else None)
+
+    def as_it_lies(buffer: Buffer, flat: jax.Array) -> jax.Array:
+        if len(buffer.pieces) == 1 and local is None:
+            # The compiler leaves out both reshapes, and with them the copies of packing.
+            flat = flat.reshape(packing.plan.shapes[buffer.leaves[0]])
+        return in_blocks(flat, mean_of).reshape(-1)
+
+    return packing.through(as_it_lies, tree, role=role)
 
 
 def _mean_in_codec(group: ReplicaGroup, tree: PyTree, *, role: str | None) -> list[PyTree]:
@@ -499,6 +560,9 @@ def _scattered(
             for i, x, d in zip(places, parts, cut, strict=True):
                 out[i] = lax.psum_scatter(x, axes, scatter_dimension=d or 0, tiled=True) / count
             continue
+        if _is_alone(group, parts, cut):
+            out[places[0]] = scatter_mean_along(parts[0], axes, cut[0] or 0)
+            continue
         rows = _in_rows(parts, cut, count)
         shapes = [_block_shape(x.shape, d, count) for x, d in zip(parts, cut, strict=True)]
         if codec is None:
@@ -527,7 +591,9 @@ def _gathered(group: ReplicaGroup, tree: PyTree, *, cuts: Sequence[int | None]) 
     types = [whole_type(x, d) for x, d in zip(leaves, cuts, strict=True)]
     for places in _buffers(group, types, cuts):
         parts, cut = [leaves[i] for i in places], [cuts[i] for i in places]
-        if group.codec is None and _is_by_leaf(group):
+        if _is_alone(group, [types[i] for i in places], cut) or (
+            group.codec is None and _is_by_leaf(group)
+        ):
             for i, x, d in zip(places, parts, cut, strict=True):
                 whole[i] = gather_slices(x, axes, dimension=d or 0)
             continue
@@ -564,14 +630,26 @@ def _buffers(
     # Buffers of the leaves as they are, from the same plan as those of a mean.
     leaves = jax.tree.leaves(tree)
     wide = [jax.ShapeDtypeStruct(leaves[i].shape, at_least_float32(leaves[i].dtype)) for i in cut]
-    packing = packing_of(wide, group.over(param_specs=P()))
-    found, names = [], leaf_names(tree) if role else []
-    for part in packing.groups:
-        if role is not None:
-            note_buffers(role, part.plan, [names[cut[i]] for i in part.indices])
-        for buffer in part.plan.buffers:
-            found.append([cut[part.indices[label]] for label in dict.fromkeys(buffer.leaves)])
-    return found
+    alone = [
+        k
+        for k, (x, i) in enumerate(zip(wide, cut, strict=True))
+        if _is_alone(group, [x], [cuts[i]])
+    ]
+    rest = [k for k in range(len(cut)) if k not in alone]
+    buffers = packing_of([wide[k] for k in rest], group).plan.buffers
+    found = [[rest[label] for label in dict.fromkeys(buffer.leaves)] for buffer in buffers]
+    found += [[k] for k in alone]
+    if role is not None:
+        names = leaf_names(tree)
+        note_buffers(role, plan_buffers(wide, buckets=found), [names[i] for i in cut])
+    return [[cut[k] for k in places] for places in found]
+
+
+def _is_alone(group: ReplicaGroup, leaves: Sequence[Any], cuts: Sequence[int | None]) -> bool:
+    """Return whether these leaves of a buffer are one that is scattered as it lies."""
+    if len(leaves) != 1 or cuts[0] is None or group.codec or group.local_axis_name:
+        return False
+    return is_scattered_alone(leaves[0].shape, leaves[0].dtype, cuts[0], group.size)
 
 
 def _block_shape(shape: Sequence[int], dimension: Any, count: int) -> tuple[int, ...]:
@@ -607,10 +685,12 @@ def _split(row: jax.Array, shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]
     return [lax.reshape(x, shape) for x, shape in zip(parts, shapes, strict=True)]
 
 
-def _inner_axes() -> set[str]:
+def _inner_axes() -> frozenset[str]:
     """Return the axes inside a replica that are not mapped here, inside of mapped ones."""
     mesh = jax.sharding.get_abstract_mesh()
-    return set(mesh.axis_names) - set(mesh.manual_axes) if mesh.manual_axes else set()
+    return frozenset(mesh.axis_names).difference(
+        mesh.manual_axes if mesh.manual_axes else mesh.axis_names
+    )
 
 
 def _hides_layouts() -> bool:
@@ -622,7 +702,8 @@ def _hides_layouts() -> bool:
 def _as_tree(part: Arrays) -> PyTree:
     """Return the layouts inside a replica as a tree like the arrays."""
     structure = jax.tree.structure(part.tree)
-    return structure.unflatten(list(part.specs)[: structure.num_leaves])
+    specs = [P()] * structure.num_leaves if part.specs is None else part.specs
+    return structure.unflatten(list(specs)[: structure.num_leaves])
 
 
 def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
@@ -690,91 +771,24 @@ def checked_group(
 
 
 def packing_of(
-    tree: PyTree, replicas: ReplicaGroup, dtype_of: Callable[[np.dtype], np.dtype] = np.dtype
+    tree: PyTree, replicas: ReplicaGroup, *, alone_bytes: int | None = None
 ) -> TreePacking:
-    """Return the packing of trees like `tree` for an exchange, from a cache.
+    """Return the packing of trees like `tree`, of a device's blocks, in the group's buffers.
 
-    Args:
-      tree: tree of arrays or types.
-      replicas: the replicas that exchange, of which `param_specs` and `bucket_bytes` are used.
-        Without specs, layouts over Explicit axes are read from the types.
-      dtype_of: function from the dtype of a leaf to the dtype in which it is sent; by default they
-        are equal.
-
-    Raises:
-      ValueError: specs that do not fit the tree, or an axis that the context's mesh does not have.
+    Leaves of at least `alone_bytes` have a buffer each; None packs all.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    # The key has the dtype that is sent, so that parameters in half precision and their float32
-    # updates have one plan if both are sent in float32.
-    types = tuple((leaf.shape, dtype_of(leaf.dtype)) for leaf in leaves)
-    specs = replicas.param_specs
-    specs = specs_key(typed_specs(tree) if specs is None else specs)
-    # The context's mesh says which axes are manual, and their sizes.
-    mesh = jax.sharding.get_abstract_mesh()
-    return _planned(treedef, types, specs, replicas.bucket_bytes, mesh)
+    types = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
+    return _planned(treedef, types, replicas.bucket_bytes, alone_bytes)
 
 
 @functools.lru_cache(maxsize=128)
 def _planned(
     treedef: Any,
     types: tuple[tuple[tuple[int, ...], np.dtype], ...],
-    specs: Any,
     bucket_bytes: int | None,
-    mesh: Hashable,
+    alone_bytes: int | None,
 ) -> TreePacking:
-    del mesh  # a key for the cache only: `planned_by_group` reads it from the context
     like = [jax.ShapeDtypeStruct(*each) for each in types]
-    structure, leaves = specs
     limits = None if bucket_bytes is None else (bucket_bytes,)
-    specs = structure.unflatten(leaves)
-    return planned_by_group(
-        treedef, like, specs, lambda blocks, place: plan_buffers(blocks, limits=limits)
-    )
-
-
-def planned_by_group(
-    treedef: Any,
-    leaves: Sequence[Any],
-    specs: PyTree | None,
-    plan: Callable[[list[Any], Mapping[int, int]], BufferPlan],
-) -> TreePacking:
-    """Return the packing of a tree by a plan for each group of leaves sharded over the same axes.
-
-    Args:
-      treedef: structure of the tree.
-      leaves: the tree's arrays or types.
-      specs: `PartitionSpec` per leaf, or prefix of the tree, or None for whole leaves.
-      plan: the plan for a group; see `TreePacking.planned`.
-
-    Raises:
-      ValueError: specs that do not fit the tree, or an axis that the context's mesh does not have.
-    """
-    # One spec may stand for a whole subtree, as in jit and shard_map.
-    try:
-        of_leaves = specs_of_leaves(specs, treedef.unflatten(leaves))
-    except ValueError as error:
-        raise ValueError(
-            "`param_specs` must be a tree of PartitionSpec with the structure of the parameters, "
-            f"or a prefix of it: {error}"
-        ) from None
-    mesh = jax.sharding.get_abstract_mesh()
-    inside = [_automatic(spec, mesh) for spec in of_leaves]
-    return TreePacking.planned(treedef, leaves, inside, mesh.shape, plan)
-
-
-def _automatic(spec: P, mesh: Any) -> P:
-    """Return `spec` over the automatic axes that split a leaf: it is a block along manual ones."""
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    splits = set()
-    for name in {name for entry in spec for name in axis_names(entry or ())}:
-        if name not in types and not (is_bound(name) and axis_size(name) == 1):
-            raise ValueError(
-                f"`param_specs` names axis {name!r}, which the mesh here does not have "
-                f"(axes: {', '.join(map(repr, mesh.axis_names)) or 'none'})."
-            )
-        kind = types.get(name, AxisType.Manual)
-        # The type of an array names an Explicit axis also where its size is 1.
-        if kind == AxisType.Explicit or (kind == AxisType.Auto and mesh.shape[name] > 1):
-            splits.add(name)
-    return only_over(spec, frozenset(splits))
+    return TreePacking(treedef, plan_buffers(like, limits=limits, alone_bytes=alone_bytes))

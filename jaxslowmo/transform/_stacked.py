@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree, axis_names
-from ..mesh import AnyMesh, VirtualMesh, map_replicas, only_over
+from ..mesh import AnyMesh, has_a_device_each, map_replicas, only_over
 
 
 class Arrays(NamedTuple):
@@ -30,14 +30,14 @@ class Arrays(NamedTuple):
 
     Attributes:
       tree: the tree, as one replica sees it; of a result its types.
-      specs: the layout of each leaf over the axes inside a replica.
+      specs: the layout of each leaf over the axes inside a replica; None: the compiler knows it.
       cuts: None: each replica has a tree of its own. Else all replicas have it together, and this
         is the dimension along which each leaf is cut over them, or None for a whole leaf.
       over: the axes of the replicas over which it is cut.
     """
 
     tree: PyTree
-    specs: Sequence[P]
+    specs: Sequence[P] | None
     cuts: Sequence[int | None] | None = None
     over: tuple[str, ...] = ()
 
@@ -50,6 +50,7 @@ class Arrays(NamedTuple):
 
     def spec(self, leaf: int, replicas: tuple[str, ...]) -> P:
         """Return the layout of a leaf of the array that all replicas hold."""
+        assert self.specs is not None, "a step knows the layouts of its arrays"
         spec = self.specs[leaf]
         if self.cuts is None:
             return P(replicas, *spec)
@@ -131,11 +132,9 @@ class StackedReplicas:
         leaves, treedef = jax.tree.flatten(types)
         mesh, zeros = self.mesh, []
         for i, x in enumerate(leaves):
-            spec = part.specs[i] if part.cuts is None else part.spec(i, ())
+            spec = part.spec(i, ()) if part.cuts is not None else P(*part.spec(i, ())[1:])
             zero = jnp.zeros(x.shape, x.dtype)
-            if not isinstance(mesh, VirtualMesh) and (
-                spec := only_over(spec, _explicit_axes(mesh))
-            ):
+            if has_a_device_each(mesh) and (spec := only_over(spec, _explicit_axes(mesh))):
                 zero = jax.sharding.reshard(zero, NamedSharding(mesh, spec))
             zeros.append(zero)
         return treedef.unflatten(zeros)
@@ -152,8 +151,9 @@ class StackedReplicas:
     def _on_devices(
         self, fn: Callable[..., Any], arguments: Sequence[Arrays], results: Sequence[Arrays]
     ) -> Callable[..., list[PyTree]]:
-        if isinstance(self.mesh, VirtualMesh):
-            return self._on_one_device(fn, arguments, results)
+        mesh = self.mesh
+        if not has_a_device_each(mesh):
+            return self._vmapped(fn, arguments, results)
         replicas = axis_names(self.axis_name)
 
         def specs(parts: Sequence[Arrays]) -> list[PyTree]:
@@ -169,7 +169,7 @@ class StackedReplicas:
             out = fn(*own)
             return [_each(lambda x: x[None], x, part) for x, part in zip(out, results, strict=True)]
 
-        ins, outs, mesh = specs(arguments), specs(results), self.mesh
+        ins, outs = specs(arguments), specs(results)
         mapped = jax.shard_map(
             body, mesh=mesh, in_specs=tuple(ins), out_specs=outs, check_vma=False
         )
@@ -190,11 +190,10 @@ class StackedReplicas:
 
         return explicitly
 
-    def _on_one_device(
+    def _vmapped(
         self, fn: Callable[..., Any], arguments: Sequence[Arrays], results: Sequence[Arrays]
     ) -> Callable[..., list[PyTree]]:
         """Return the function for virtual replicas, each of which takes its own blocks."""
-        assert isinstance(self.mesh, VirtualMesh)
         replicas = axis_names(self.axis_name)
         sizes = [self.mesh.shape[name] for name in replicas]
 
@@ -264,11 +263,11 @@ def over_stacked(
 
     Communication: that of the verbs of replicas in `fn`.
     """
-    replicas, devices = axis_names(axis_name), not isinstance(mesh, VirtualMesh)
+    replicas = axis_names(axis_name)
     count = math.prod(mesh.shape[name] for name in replicas)
     numbers = jnp.arange(count, dtype=jnp.int32)
     context: Any = nullcontext()
-    if not isinstance(mesh, VirtualMesh) and (explicit := _explicit_axes(mesh)):
+    if has_a_device_each(mesh) and (explicit := _explicit_axes(mesh)):
         # Types name Explicit axes, of which `vmap` reads the context's mesh, and a user may set
         # none. All its arguments must be split alike.
         context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
@@ -278,7 +277,7 @@ def over_stacked(
     def each(number: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
         return fn(StackedReplicas(mesh, axis_name, number), own, shared)
 
-    spmd = replicas if devices else None
+    spmd = replicas if has_a_device_each(mesh) else None
     with context:
         return jax.vmap(each, out_axes=(0, None), spmd_axis_name=spmd)(numbers, own)
 

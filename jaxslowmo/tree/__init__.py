@@ -33,7 +33,6 @@ from ._leaves import type_text as type_text
 from ._leaves import updates_to as updates_to
 from ._leaves import widen_updates as widen_updates
 from ._leaves import zeros_like as zeros_like
-from ._packing import BufferGroup as BufferGroup
 from ._packing import Flats as Flats
 from ._packing import TreePacking as TreePacking
 from ._staged import Leaf as Leaf

@@ -223,8 +223,15 @@ def _wide(x: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, inline=True)
 def landing(params: PyTree, updates: PyTree) -> PyTree:
-    """Return `params + updates` in at least float32, not rounded to the leaves' dtypes."""
-    return jax.tree.map(lambda p, u: added(_wide(p), _wide(u)), params, updates)
+    """Return `params + updates` in at least float32, not rounded to the leaves' dtypes.
+
+    A parameter whose update is None stays as it is, in its dtype.
+    """
+
+    def landed(u: Any, p: Any) -> Any:
+        return p if u is None else added(_wide(p), _wide(u))
+
+    return jax.tree.map(landed, updates, params, is_leaf=lambda u: u is None)
 
 
 def widen_updates(updates: PyTree) -> PyTree:

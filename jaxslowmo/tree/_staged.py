@@ -1,7 +1,16 @@
 """Parameters of a model whose stages are placed on different devices, as one tree."""
 
 import math
-from collections.abc import Hashable, ItemsView, Iterable, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import (
+    Hashable,
+    ItemsView,
+    Iterable,
+    Iterator,
+    KeysView,
+    Mapping,
+    Sequence,
+    ValuesView,
+)
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +19,53 @@ import numpy as np
 from jax import lax
 
 from .._support.types import axis_names
-from ._packing import from_blocks, to_blocks
+
+# A leaf and its blocks. They are numbered row-major over the axes that split the leaf, as
+# `PartitionSpec((a, b))` splits a dimension.
+
+
+def to_blocks(x: Any, spec: Iterable[Any], sizes: Mapping[str, int], num_lead: int = 0) -> Any:
+    """Return the blocks of a leaf, (*lead, *sizes, elements of a block), by NumPy or jax.
+
+    Args:
+      x: array (*lead, *shape).
+      spec: the axes that split each dimension of the leaf, as in a `PartitionSpec`.
+      sizes: sizes of these axes; their order is that of the blocks.
+      num_lead: number of dimensions that the array has before those of the leaf, such as replicas.
+    """
+    lead, shape = x.shape[:num_lead], x.shape[num_lead:]
+    local, order = _to_whole(shape, spec, sizes, num_lead)
+    split = (*lead, *sizes.values(), *local)
+    x = x.reshape([split[i] for i in order]).transpose([int(i) for i in np.argsort(order)])
+    return x.reshape((*lead, *sizes.values(), math.prod(local)))
+
+
+def from_blocks(
+    blocks: Any, shape: Sequence[int], spec: Iterable[Any], sizes: Mapping[str, int]
+) -> Any:
+    """Return the leaf (*lead, *shape) of these blocks; the inverse of `to_blocks`."""
+    lead = blocks.shape[: blocks.ndim - len(sizes) - 1]
+    local, order = _to_whole(shape, spec, sizes, len(lead))
+    whole = blocks.reshape((*lead, *sizes.values(), *local)).transpose(order)
+    return whole.reshape((*lead, *shape))
+
+
+def _to_whole(
+    shape: Sequence[int], spec: Iterable[Any], sizes: Mapping[str, int], num_lead: int = 0
+) -> tuple[tuple[int, ...], list[int]]:
+    """Return the shape of a block, and the order in which the axes come to their dimensions."""
+    entries = [axis_names(entry or ()) for entry in spec]
+    entries += [()] * (len(shape) - len(entries))
+    local = [
+        size // math.prod(sizes[axis] for axis in entry)
+        for size, entry in zip(shape, entries, strict=True)
+    ]
+    places = {axis: num_lead + i for i, axis in enumerate(sizes)}
+    order = [*range(num_lead)]
+    for dim, entry in enumerate(entries, start=num_lead + len(sizes)):
+        # If an entry of the spec names several axes, the first one varies slowest.
+        order += [*(places[axis] for axis in entry), dim]
+    return tuple(local), order
 
 
 class Leaf(NamedTuple):

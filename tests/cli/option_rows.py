@@ -223,7 +223,6 @@ TABLE: dict[str, dict[str, Row]] = {
         "--warm-up": choice("all"),
         "--most-stash": count(),
         "--table": Row("a.csv", Path("a.csv")),
-        "--whole": flag(),
         "--orders": flag(),
         "--json": flag(),
         "--out": path(),

@@ -123,6 +123,7 @@ def test_islands_weigh_by_their_replicas_and_may_be_of_any_mesh(tmp_path):
             "c",
             slice(3, 12),
             quorum=3,
+            mesh=js.virtual_mesh({"replica": 9}, jax.devices()[5:8]),  # none of the other islands'
             sync=js.local_sgd("replica", sync_every=PERIOD),
         ),
     ]

@@ -29,6 +29,12 @@ def of_slices(axes, value, *slices):
     return Refusal(lambda: js.make_mesh(axes, devices), "`axes`", value)
 
 
+class OfOther:
+    """A device of process 1."""
+
+    process_index, platform = 1, "cpu"
+
+
 def over_replicas():
     """Replicate parameters of which one is sharded over the axis of the replicas."""
     mesh = js.make_mesh({"replica": 2})
@@ -62,6 +68,25 @@ ROWS = {
     "no mesh": Refusal(lambda: js.replicate(PARAMS, mesh=None), "`mesh`", None),
     "an axis of no size": Refusal(lambda: js.make_mesh({"replica": 0}), "'replica'", 0),
     "too few devices": Refusal(lambda: js.make_mesh({"replica": 9}), "`axes`", "found 8"),
+    "devices that do not divide the replicas": Refusal(
+        lambda: js.make_mesh({"replica": 4, "device": 2}, devices=jax.devices()[:3]),
+        "`axes`",
+        "found 3",
+    ),
+    "virtual replicas on too many devices": Refusal(
+        lambda: js.virtual_mesh({"replica": 4}, jax.devices()), "`devices`", 8
+    ),
+    "virtual replicas on no device": Refusal(
+        lambda: js.virtual_mesh({"replica": 4}, []), "`devices`", 0
+    ),
+    "a device twice": Refusal(
+        lambda: js.virtual_mesh({"replica": 4}, jax.devices()[:1] * 2), "`devices`", "distinct"
+    ),
+    "a device of another process": Refusal(
+        lambda: js.make_mesh({"replica": 4}, devices=[jax.devices()[0], OfOther()]),
+        "`devices`",
+        "[0, 1]",
+    ),
     "slices of other sizes": of_slices({"a": 3}, "1 of slice 1", 0, 0, 1),
     "an axis that splits a slice": of_slices({"a": 3, "b": 2}, "'a'", 0, 0, 0, 1, 1, 1),
     "an axis that is not mapped": Refusal(

@@ -123,7 +123,8 @@ def test_buckets_between_slices_overlap_with_an_option():
 def test_slow_step_is_a_true_reduce_scatter(algorithm, place):
     found = facts(algorithm, place, "slow")
     if place is ONE_SLICE:
-        assert found.counts("replica") == {"reduce-scatter": 1, "all-gather": 1}
+        # Small leaves share one of each; two large ones are sent as they lie.
+        assert found.counts("replica") == {"reduce-scatter": 3, "all-gather": 3}
         return
     assert found.counts("replica") == {"send": 2, "recv": 2}
     transfers = {

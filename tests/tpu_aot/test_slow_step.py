@@ -19,6 +19,7 @@ def shapes(*leaves: tuple[int, ...]):
 
 
 SMALL = shapes((304, 129), (129,), (7, 16, 13), ())
+# The blocks of the second leaf are whole tiles: it is large enough to be sent as it lies.
 MEDIUM = shapes((2053, 1024), (1024, 3072), (3001,), ())
 WHOLE_SLICE = ("v5e:2x4", {"replica": 8})
 SUBGROUP = ("v6e:4x4", {"replica": 8, "device": 2})
@@ -48,7 +49,10 @@ def num_bytes(params, replicas) -> tuple[int, int]:
     ids=["small", "subgroup", "two levels", "traced"],
 )
 def test_reduce_scatter_is_true(slice_of, params, phase, local):
-    """One reduce-scatter and one all-gather of all blocks; one all-reduce of what stays whole."""
+    """As many reduce-scatters as all-gathers of blocks; one all-reduce of what stays whole.
+
+    That is one, and one for a large leaf, unless devices of a replica share the work.
+    """
     sync = js.slowmo("replica", base=js.local_sgd("replica", **local), sync_every=6, **local)
     found = report_of_sync(sync, params, tpu_mesh(*slice_of), phase)
     if phase is None:
@@ -62,7 +66,7 @@ def test_reduce_scatter_is_true(slice_of, params, phase, local):
     assert by_name["all-reduce"].bytes <= whole + 16, rows
     expected = cut
     for name in ("reduce-scatter", "all-gather"):
-        assert by_name[name].count == 1
+        assert by_name[name].count == (2 if params is MEDIUM and not local else 1)
         assert expected <= by_name[name].bytes <= expected * 1.02 + 8 * 8192, rows
     if "collective-permute" in by_name:
         assert by_name["collective-permute"].bytes <= 0.02 * expected
@@ -79,7 +83,7 @@ def test_torus_as_two_replica_axes():
     assert names.count("all-reduce") <= 2
     for axis, share in (("row", 1.0), ("column", 1 / 4)):
         for name in ("reduce-scatter", "all-gather"):
-            assert found.count(axis=axis, collective=name, level="compiled") == 1
+            assert found.count(axis=axis, collective=name, level="compiled") == 2
             sent = found.bytes(axis=axis, collective=name, level="compiled")
             assert sent == pytest.approx(cut * share, rel=0.02)
 

@@ -1,5 +1,7 @@
 """Read programs of updates: the axes of their collectives, and those over which results differ."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,10 +9,12 @@ import optax
 import optax.contrib
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.tracing import collective_axes, read_update
+from jaxslowmo.tracing import collective_axes, equations_in, read_update
 from jaxslowmo.tracing._jaxprs import differing_axes
+from jaxslowmo.transform import takes_extra
 from support.promotion import promoting
 
 WHOLE = {"w": np.ones((2, 3), np.float32)}
@@ -25,13 +29,17 @@ def found(tx, kind):
     tx = optax.with_extra_args_support(tx)
     params = jax.tree.map(lambda x: np.stack([x, x]), WHOLE)
     none = jax.tree.map(lambda _: frozenset(), params)
-    how = {"mesh": MESHES[kind], "axis_name": "replica", "differing": none}
-    facts = read_update(tx, params, state, **how)
+    how = {"mesh": MESHES[kind], "axes": ("replica", "device"), "extra": takes_extra(state)}
+    facts = read_update(tx, params, state, **how, differing=none)
     return set() if facts is None else facts.unnamed
 
 
 def mean_over(axis):
     return optax.stateless(lambda grads, params: lax.pmean(grads, axis))
+
+
+def mean_with_state():
+    return optax.chain(optax.trace(0.9), mean_over("replica"))
 
 
 def in_a_branch():
@@ -71,6 +79,27 @@ def test_axes(name, kind):
     assert found(tx, kind) == axes
 
 
+@pytest.mark.parametrize("name", ["jax.make_jaxpr", "jax.sharding.use_abstract_mesh"])
+@pytest.mark.parametrize("part", ["gradients", "optimizer"])
+def test_a_reader_that_fails_is_not_taken_for_a_transform_that_cannot_be_traced(
+    monkeypatch, name, part
+):
+    """An upgrade of jax that breaks the reader must not switch off what it checks."""
+
+    def moved(*args, **kwargs):
+        raise AttributeError(f"no {name}")
+
+    averages = js.chain(js.all_reduce_gradients("replica"), optax.trace(0.9))
+    parts: dict[str, Any] = {"optimizer": optax.adam(0.1), "gradients": averages}
+    parts[part] = mean_with_state()
+    step = js.make_train_step(lambda p, b: jnp.sum(p["w"]), mesh=MESHES["virtual"], **parts)
+    with pytest.raises(ValueError, match=f"`{part}` holds a transform with collectives"):
+        step.init(WHOLE)
+    monkeypatch.setattr(name, moved)
+    with pytest.raises(AttributeError, match=f"no {name}"):
+        step.init(WHOLE)
+
+
 def test_axes_of_the_collectives_in_a_program():
     def program(x):
         inner = jax.vmap(lambda v: v + lax.pmean(v, "run"), axis_name="run")(x)
@@ -88,6 +117,25 @@ def test_axes_of_the_collectives_in_a_program():
         one = jax.vmap(one, axis_name=name)
     jax.eval_shape(one, jnp.ones((2, 2, 2, 3, 3)))
     assert seen == [{"replica", "node"}]
+
+
+@pytest.mark.parametrize("own", [("device",), ("device", "stage"), ("replica", "device", "stage")])
+def test_axes_that_a_program_binds_itself_are_not_its_caller_s(own):
+    mesh = js.make_mesh({"replica": 2, "device": 2, "stage": 2})
+
+    def inner(x):
+        return lax.psum(x, own), lax.ppermute(x, own[-1], [(0, 1), (1, 0)])
+
+    def program(x):
+        mapped = jax.shard_map(
+            inner, mesh=mesh, in_specs=P(own), out_specs=(P(), P(own)), axis_names={*own}
+        )
+        return mapped(x), lax.pmean(x, "run")
+
+    traced = jax.make_jaxpr(jax.jit(program), axis_env=[("run", 2)])(jnp.ones(8))
+    assert collective_axes(traced) == {"run"}
+    (call,) = (eqn for eqn in equations_in(traced) if eqn.primitive.name == "shard_map")
+    assert collective_axes(call.params["jaxpr"]) == {*own}
 
 
 R, D = frozenset({"replica"}), frozenset({"device"})

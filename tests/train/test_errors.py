@@ -28,6 +28,7 @@ sgd, adam, identity = optax.sgd(0.1), optax.adam(0.1), optax.identity()
 mean, local = js.all_reduce_gradients("replica"), js.local_sgd("replica")
 clip, scale = js.clip_by_global_norm(2.0), js.dynamic_loss_scale
 whole, none = {"gradients": mean}, {"sync": "none"}
+two_levels = js.local_sgd("replica", local_axis_name="device")
 
 
 def made(optimizer=sgd, fn=loss, mesh=TWO, **options):
@@ -201,7 +202,9 @@ OF_CHAINS = {
         lambda: started(mesh=INNER, axis_name=("replica", "device")), "('replica', 'device')", 4
     ),
     "left apart on devices": Refusal(
-        lambda: started(mesh=INNER, **whole), "w (", "all_reduce_gradients(('replica', 'device'))"
+        lambda: started(mesh=INNER, sync=two_levels, **whole),
+        "w (",
+        "all_reduce_gradients(('replica', 'device'))",
     ),
     "if finite": Refusal(lambda: started(gradients=optax.apply_if_finite(mean, 3)), "if_finite"),
     "MultiSteps": Refusal(lambda: started(gradients=optax.MultiSteps(mean, 2)), "MultiSteps"),
@@ -216,7 +219,7 @@ OF_CHAINS = {
     "axis of a scale": Refusal(lambda: stepped(scale(sgd, "fsdp"), **whole), "`axes`", "fsdp"),
     "search": Refusal(lambda: stepped(js.chain(mean, optax.lbfgs())), "`value_fn`", "('replica',)"),
     "search inside": Refusal(
-        lambda: stepped(optax.lbfgs(), mesh=INNER, sync=local), "`value_fn`", "('device',)"
+        lambda: stepped(optax.lbfgs(), mesh=INNER, sync=two_levels), "`value_fn`", "('device',)"
     ),
 }
 
@@ -431,7 +434,7 @@ OF_WINDOWS = {
         functools.partial(refused_window, use=use, params=OTHER), "`window`", "leaf 'b'")
        for use in ("apply", "collect", "__call__")},
     "a leaf more": Refusal(
-        lambda: refused_window(params={**PARAMS, "z": np.zeros(2, np.float32)}), "leaf 'z'", "none"
+        lambda: refused_window(params={**PARAMS, "z": np.zeros(2, np.float32)}), "`state`", "['z']"
     ),
     "searched": Refusal(refused_window, "`value_fn`", "gone"),
 }  # fmt: skip

@@ -58,7 +58,8 @@ def test_one_number_per_replica():
     np.testing.assert_array_equal(state.params["w"][:, 0], [-1, -3])
 
 
-def test_wherever_they_stand():
+@pytest.mark.parametrize("make", [js.virtual_mesh, js.make_mesh])
+def test_wherever_they_stand(make):
     """In chains and wrappers, and one inside of another, also assigned."""
 
     def scaled(factor):
@@ -67,7 +68,7 @@ def test_wherever_they_stand():
         wrapped = optax.masked(several, True)
         return optax.chain(optax.clip(9.0), wrapped, optax.scale(factor))
 
-    step = step_of(optax.inject_hyperparams(scaled)(factor=2.0))
+    step = step_of(optax.inject_hyperparams(scaled)(factor=2.0), mesh=make)
     state = js.set_hyperparams(step.init(PARAMS), learning_rate=0.25, momentum=0.0)
     for moved in (0.5, 1.0):
         state, _ = step(state, BATCH)

@@ -220,3 +220,27 @@ def test_a_pipeline_on_the_host_is_refused():
     batches = np.ones((2, 8, 8), np.float32)
     with pytest.raises(ValueError, match=r"`executor`=.host..*without `steps_per_call`"):
         list(js.train_loop(step, step.init(params), batches, steps_per_call=2))
+
+
+@pytest.mark.parametrize("kind", ["virtual", "devices"])
+@pytest.mark.parametrize("door", ["training step", "library"])
+def test_batches_without_a_first_dimension_are_refused_by_their_shapes(mesh_of, kind, door):
+    axes = {"replica": 4}
+    mesh = js.virtual_mesh(axes) if kind == "virtual" else mesh_of(axes)
+    if door == "library":
+        step = js.with_exchange(
+            lambda state, batch: (state, {"mean": batch["x"].mean()}),
+            js.local_sgd("replica"),
+            mesh=mesh,
+            get_params=lambda s: s,
+            set_params=lambda s, p: p,
+        )
+    else:
+        step = step_of(mesh, "traced")
+    state, batch = start(step), {"x": MANY[0]}
+    with pytest.raises(ValueError, match=r"`batches` must .* shapes \(8, 3\), of which each of 8"):
+        step.scan(state, batch)
+    wrong = r"`batches` must have the same first dimension.* \[\(8,\), \(9,\)\]"
+    with pytest.raises(ValueError, match=wrong):
+        step.scan(state, batch | {"y": np.zeros((9, 3), np.float32)})
+    step.scan(state, {"x": MANY})

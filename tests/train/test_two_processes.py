@@ -410,11 +410,77 @@ run("one has that shape", rows(4), rows(4) if rank else rows(2))
 print(json.dumps(said))
 """
 
+# The step of another library.
+OTHER = """
+ROWS = np.random.default_rng(3).normal(size=(6, 8, 3)).astype(np.float32)
+START = {name: rng.normal(size=shape).astype(np.float32)
+    for name, shape in {"v": (4, 2), "w": (3, 4)}.items()}
+WEIGHTS = np.array([1, 3, 2, 0], np.float32)
+SYNCS = {
+    "diloco": lambda: js.diloco("replica", sync_every=4, fragments=2, delay=1),
+    "sgp": lambda: js.slowmo("replica", base=js.sgp("replica", overlap=1), sync_every=4),
+}
+ADAM = optax.adam(0.05)
+factor = 1.0
+
+def library_step(state, batch, scale):
+    def loss(params):
+        return factor * (scale * (jnp.tanh(batch @ params["w"]) @ params["v"] - 1) ** 2).mean()
+    value, grads = jax.value_and_grad(loss)(state["params"])
+    updates, opt = ADAM.update(grads, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": value}
+
+def trained(mesh, sync, mode, params=START, weight=None, batches=ROWS, scans=False):
+    step = js.with_exchange(
+        library_step, SYNCS[sync](), mesh=mesh, mode=mode, in_axes=(0, None),
+        get_params=lambda s: s["params"], set_params=lambda s, p: s | {"params": p},
+    )
+    state = step.init({"params": params, "opt": ADAM.init(params)})
+    scale, losses = np.float32(2), []
+    if scans:
+        state, metrics = step.scan(state, batches, scale, weight=weight)
+    else:
+        for batch in batches:
+            state, metrics = step(state, batch, scale, weight=weight)
+    assert step.next_phase(state) == step.phase(7)
+    ends = jax.tree.leaves(step.consensus(state))
+    if isinstance(mesh, jax.sharding.Mesh):
+        ends = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(ends)
+    return np.concatenate([np.ravel(x) for x in ends])
+
+said = {}
+four = one_axis(0, 2, 1, 3)
+model = jax.sharding.Mesh(grid([0, 2], [1, 3]), ("replica", "model"))
+for i, (sync, mode) in enumerate(itertools.product(SYNCS, ("traced", "host"))):
+    scans = i in (1, 2)
+    weight = WEIGHTS if mode == "traced" else None
+    own = list(own_parts(four, ("replica",)))
+    mine = np.concatenate([ROWS[:, 2 * r : 2 * r + 2] for r in own], 1)
+    part = None if weight is None else weight[own]
+    wanted = trained(js.virtual_mesh({"replica": 4}), sync, mode, weight=weight)
+    found = trained(four, sync, mode, weight=part, batches=mine, scans=scans)
+    # A replica of devices of both processes: each gives the rows of both replicas.
+    few = trained(js.virtual_mesh({"replica": 2}), sync, mode)
+    params = jax.tree.map(over(model, None, "model"), START)
+    spread = trained(model, sync, mode, params=params, scans=scans)
+    said[f"{sync} {mode}"] = [
+        float(abs(wanted - found).max()), float(abs(few - spread).max())
+    ]
+factor = 1.0 + rank
+errors = said["errors"] = {}
+for mode in ("traced", "host"):
+    try:
+        trained(four, "diloco", mode, batches=mine)
+    except ValueError as error:
+        errors[mode] = str(error)
+print(json.dumps(said))
+"""
+
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
     """Return what each process has said in each of the programs, in their order."""
-    programs = "".join((PARTS, UNEVEN, PIPELINES, SETTINGS, FIT))
+    programs = "".join((PARTS, UNEVEN, PIPELINES, SETTINGS, FIT, OTHER))
     printed = two_processes(programs, tmp_path_factory.mktemp("pair"), devices=2)
     each = [[json.loads(x) for x in text.splitlines() if x.startswith("{")] for text in printed]
     return list(zip(*each, strict=True))
@@ -572,3 +638,18 @@ def test_programs_are_compared(said):
         assert error is None if wanted is None else wanted in error, error
         assert error is None or re.search(" [0-9a-f]{16} on process 0, [0-9a-f]{16} on ", error)
     assert said[3][0]["later"][0] == 2
+
+
+def test_the_step_of_another_library_trains_as_in_one_process(said):
+    """By calls and by a scan, with weights, and with replicas of devices of both processes.
+
+    A program that differs is named on both.
+    """
+    for found in said[5]:
+        errors = found.pop("errors")
+        assert len(found) == 4
+        assert all(max(differences) < 2e-5 for differences in found.values()), found
+        for mode in "traced", "host":
+            assert re.search(
+                "programs differ between processes: equations of `updated`", errors[mode]
+            )

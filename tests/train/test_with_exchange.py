@@ -7,108 +7,37 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from train.libraries import (
+    ADAM,
+    BATCHES,
+    FORMS,
+    MOMENTS,
+    PARAMS,
+    PARTS,
+    RANDOM,
+    REPLICAS,
+    SPECS,
+    WIDTH,
+    loss_fn,
+    start,
+    stepped,
+)
 
-REPLICAS, WIDTH, HIDDEN = 4, 8, 16
-RANDOM = np.random.default_rng(0)
-BATCHES = RANDOM.normal(size=(7, 2 * REPLICAS, WIDTH)).astype(np.float32)
-PARAMS = {
-    "bias": np.zeros(WIDTH, np.float32),
-    "in": 0.3 * RANDOM.normal(size=(WIDTH, HIDDEN)).astype(np.float32),
-    "out": 0.3 * RANDOM.normal(size=(HIDDEN, WIDTH)).astype(np.float32),
-}
-SPECS = {"bias": P(), "in": P(None, "fsdp"), "out": P("fsdp")}
 MESHES = {
     "virtual": lambda: js.virtual_mesh({"replica": REPLICAS}),
     "devices": lambda: js.make_mesh({"replica": REPLICAS}),
     "fsdp": lambda: js.make_mesh({"replica": REPLICAS, "fsdp": 2}),
 }
-ADAM = optax.adam(0.02, eps=1e-4)
 SYNCS = {
     "local_sgd": lambda: js.local_sgd("replica", sync_every=2),
     "diloco": lambda: js.diloco("replica", sync_every=3),
     "slowmo of sgp": lambda: js.slowmo("replica", base=js.sgp("replica"), sync_every=4),
     "fragments": lambda: js.diloco("replica", sync_every=4, delay=1, fragments=2, merge=0.5),
 }
-
-
-def loss_fn(params, batch):
-    found = jnp.tanh(batch @ params["in"]) @ params["out"] + params["bias"][None]
-    return jnp.mean((found - batch) ** 2)
-
-
-def stepped(state, batch, reduce_gradients=lambda grads: grads, optimizer=ADAM):
-    loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-    updates, opt_state = optimizer.update(reduce_gradients(grads), state["opt"], state["params"])
-    params = optax.apply_updates(state["params"], updates)
-    return state | {"params": params, "opt": opt_state, "n": state["n"] + 1}, {"loss": loss}
-
-
-def start(params, optimizer=ADAM):
-    return {"params": params, "opt": optimizer.init(params), "n": 0}
-
-
-PARTS = {
-    "get_params": lambda state: state["params"],
-    "set_params": lambda state, params: state | {"params": params},
-}
-MOMENTS = {
-    "get_opt_state": lambda state: state["opt"],
-    "set_opt_state": lambda state, opt_state: state | {"opt": opt_state},
-}
-
-
-def plain(params):
-    return stepped, start(params), PARTS, lambda params: params
-
-
-def flax(params):
-    def train_step(state, batch):
-        loss, grads = jax.value_and_grad(state.apply_fn)(state.params, batch)
-        return state.apply_gradients(grads=grads), {"loss": loss}
-
-    parts = {
-        "get_params": lambda state: state.params,
-        "set_params": lambda state, params: state.replace(params=params),
-    }
-    state = FlaxState.create(apply_fn=loss_fn, params=params, tx=ADAM)
-    return train_step, state, parts, lambda params: params
-
-
-class Model(nnx.Module):
-    def __init__(self, params):
-        for name, value in params.items():
-            setattr(self, name, nnx.Param(jnp.asarray(value)))
-
-
-def of_nnx(params):
-    model = Model(params)
-    optimizer = nnx.Optimizer(model, ADAM, wrt=nnx.Param)
-    graphdef, variables, rest = nnx.split((model, optimizer), nnx.Param, ...)
-
-    def train_step(state, batch):
-        model, optimizer = nnx.merge(graphdef, *state, copy=True)
-
-        def loss_of(model):
-            return loss_fn({name: getattr(model, name)[...] for name in PARAMS}, batch)
-
-        loss, grads = nnx.value_and_grad(loss_of)(model)
-        optimizer.update(model, grads)
-        return nnx.split((model, optimizer), nnx.Param, ...)[1:], {"loss": loss}
-
-    parts = {
-        "get_params": lambda state: state[0],
-        "set_params": lambda state, variables: (variables, state[1]),
-    }
-    return train_step, (variables, rest), parts, lambda params: nnx.to_pure_dict(params)[0]
-
-
-FORMS = {"plain": plain, "flax": flax, "nnx": of_nnx}
 
 
 def placed(mesh):
@@ -323,7 +252,10 @@ def test_arguments_that_are_not_split_reach_every_replica_whole():
     [
         ({"sync": READS_THE_OPTIMIZER["reset"]()}, "`inner_state`='reset'.*`get_opt_state`"),
         ({"sync": READS_THE_OPTIMIZER["rate"]()}, '`learning_rate`="optimizer".*`get_opt_state`'),
-        ({"get_opt_state": MOMENTS["get_opt_state"]}, "`set_opt_state` must be given too"),
+        (
+            {"get_opt_state": MOMENTS["get_opt_state"]},
+            "`set_opt_state` must be a function, got None",
+        ),
         ({"sync": ADAM}, "`sync` must be a js.ParameterTransform"),
         ({"train_step": None}, "`train_step` must be a function"),
         ({"get_params": "params"}, "`get_params` must be a function"),
@@ -362,9 +294,19 @@ def test_wrong_states_and_batches_are_refused_by_name():
         ("`in_axes` must .* 1 further", lambda: step(state, batch)),
         ("`batch`", lambda: step(state, batch[:3], 0)),
         ("`communicate` must be", lambda: step(state, batch, 0, communicate="no")),
-        ("`batches` need a first dimension", lambda: step.scan(state, np.float32(1), 0)),
+        ("`batches` must have the same first dim", lambda: step.scan(state, np.float32(1), 0)),
         ("floating", lambda: step.init(integers)),
     ]
     for message, call in wrong:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_fragments_are_those_of_one_model():
+    """A function of leaves divides the first parameters; others are refused by name."""
+    sync = js.diloco("replica", sync_every=4, fragments=lambda name: int(name == "out"))
+    step = js.with_exchange(stepped, sync, mesh=MESHES["virtual"](), **PARTS)
+    state = step.init(start(PARAMS))
+    assert step.phase(4) == step.next_phase(state, 3)
+    with pytest.raises(ValueError, match=r"only one of the two has \['more'\]"):
+        step.init(start(PARAMS | {"more": np.zeros(WIDTH, np.float32)}))

@@ -6,37 +6,34 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxslowmo.transform import ReplicaGroup, packing_of
+from jaxslowmo.transform import ReplicaGroup
 
 AUTO, MANUAL = AxisType.Auto, AxisType.Manual
-SIZES = {"a": 2, "b": 4}
+SIZES = {"replica": 2, "a": 2, "b": 4}
 
 
-def groups_of(shapes, specs, kinds=(AUTO, AUTO)):
-    mesh = AbstractMesh(tuple(SIZES.values()), tuple(SIZES), kinds)
+def blocks_of(shapes, specs, kinds=(AUTO, AUTO)):
+    """The shapes of a device's blocks, inside of a map over the replicas."""
+    mesh = AbstractMesh(tuple(SIZES.values()), tuple(SIZES), (MANUAL, *kinds))
     leaves = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
     with jax.sharding.use_abstract_mesh(mesh):
-        packing = packing_of(leaves, ReplicaGroup("replica", param_specs=specs))
-    return packing.groups
+        blocks = ReplicaGroup("replica", param_specs=specs).blocks(leaves)
+    return [x.shape for x in blocks]
 
 
 def test_leaves_over_manual_axes_are_blocks_already():
-    (group,) = groups_of([(8, 8), (4,)], [P("a", "b"), P()], (MANUAL, MANUAL))
-    assert (group.axis_sizes, group.plan.shapes) == ({}, ((8, 8), (4,)))
-    (group,) = groups_of([(8, 8)], [P("a", "b")], (MANUAL, AUTO))
-    assert (group.axis_sizes, group.plan.shapes) == ({"b": 4}, ((8, 2),))
+    specs = [P("a", "b"), P()]
+    for kinds, shape in (((MANUAL, MANUAL), (8, 8)), ((MANUAL, AUTO), (8, 2))):
+        assert blocks_of([(8, 8), (4,)], specs, kinds) == [shape, (4,)]
 
 
-def test_leaves_over_the_same_axes_are_packed_together():
+def test_leaves_over_other_axes_are_split():
     specs = [P("a", "b"), P(None, "a"), P(("b", "a"))]
-    groups = groups_of([(8, 8)] * 3, specs)
-    assert [(group.axis_sizes, group.indices) for group in groups] == [
-        ({"a": 2, "b": 4}, (0, 2)),
-        ({"a": 2}, (1,)),
-    ]
+    assert blocks_of([(8, 8, 3)] * 3, specs) == [(4, 2, 3), (8, 4, 3), (1, 8, 3)]
+    assert blocks_of([(8, 8, 3)] * 3, P("a")) == [(4, 8, 3)] * 3  # one for all
 
 
 def test_specs_that_do_not_fit():
     for specs, said in (([P("c")], "axis 'c'"), ([P("a"), P("b")], "`param_specs`")):
         with pytest.raises(ValueError, match=said):
-            groups_of([(8,)], specs)
+            blocks_of([(8,)], specs)

@@ -1,5 +1,7 @@
 """Groups of replicas: how leaves are cut into blocks, and the verbs against NumPy."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.transform import split_dimension
+from jaxslowmo.collectives import _means
+from jaxslowmo.transform import _replica_group, split_dimension
+from jaxslowmo.tree import noted_buffers
 from support.executions import EXECUTIONS, lift
 from support.limits import TAKES_EMPTY_ARRAYS
 
@@ -95,9 +99,103 @@ def test_devices_of_a_replica_share_the_work(execution):
     check(lift(trips(group), axes, execution, (False,))(STACKED))
 
 
+@pytest.mark.parametrize("axes", [{"replica": 4}, {"row": 2, "column": 2}])
+def test_large_leaves_are_scattered_as_they_lie(axes, mesh_of):
+    """Each in a collective of its own; small ones, and those of scattered blocks, share one."""
+    names = tuple(axes)
+    shapes = {
+        "first": (1024, 256),
+        "second": (3, 512, 256),
+        "broken": (3, 4, 100000),
+        "rows": (100000, 3),
+        "s": (8,),
+    }
+    tree = {n: RNG.normal(size=(REPLICAS, *s)).astype(np.float32) for n, s in shapes.items()}
+    group = js.ReplicaGroup(names)
+
+    def one(tree):
+        blocks = group.reduce_scatter(jax.tree.map(lambda x: x[0], tree))
+        whole = group.all_gather(blocks, jax.tree.map(lambda x: x[0], tree))
+        return jax.tree.map(lambda x: x[None], (blocks, whole))
+
+    mesh = mesh_of(axes)
+    spec = P(names)
+    fn = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec))
+    blocks, whole = fn(jax.device_put(tree, NamedSharding(mesh, spec)))
+    for name, x in tree.items():
+        mean = np.broadcast_to(x.mean(0), x.shape)
+        np.testing.assert_allclose(whole[name], mean, atol=1e-6)
+    along = np.concatenate(list(np.asarray(blocks["second"])), axis=1)
+    np.testing.assert_allclose(along, tree["second"].mean(0), atol=1e-6)
+    rows = js.comm_report(fn, tree).select(level="emitted")
+    scattered = [row for row in rows if row.collective == "reduce-scatter"]
+    assert sum(row.count for row in scattered) == 4 * len(axes)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("codec", [None, js.codecs.float16()])
+def test_means_of_large_leaves_are_those_of_packed_ones(monkeypatch, execution, codec):
+    """To the bit, however many rows there are, and whatever replicas weigh."""
+    shapes = [(63,), (64, 2), (65, 1), (130, 3), (1, 90), (2, 90), (3,), ()]
+    rng = np.random.default_rng(1)
+    tree = [rng.normal(size=(REPLICAS, *s)).astype(np.float32) for s in shapes]
+    tree.append(rng.normal(size=(REPLICAS, 129)).astype(jnp.bfloat16))
+    group = js.ReplicaGroup("replica", codec=codec)
+    weights = [np.full(REPLICAS, w, np.float32) for w in (1, 0)]
+    weights.append(np.array([2, 0, 1, 0.5], np.float32))
+
+    def means(tree, *weights):
+        return [group.mean(tree), *(group.mean(tree, w) for w in weights)]
+
+    def found():
+        split = (False,) * (1 + len(weights))
+        return lift(means, {"replica": REPLICAS}, execution, split)(tree, *weights)
+
+    packed = found()
+    monkeypatch.setattr(_replica_group, "LARGE_BYTES", 200)
+    monkeypatch.setattr(_means, "_LARGE", 200)
+    jax.tree.map(np.testing.assert_array_equal, found(), packed)
+
+
+def test_what_large_leaves_are_sent_in(mesh_of):
+    """Small leaves in one buffer, large ones as they lie, the largest in blocks, in place."""
+    shapes = {"block": (2**18 + 1, 16), "large": (2**18,), "a": (3,), "b": (2**17,)}
+    types = {n: jax.ShapeDtypeStruct((REPLICAS, *s), np.float32) for n, s in shapes.items()}
+    sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
+
+    def one(due, tree):
+        def mean(tree):
+            own = jax.tree.map(lambda x: x[0], tree)
+            return jax.tree.map(lambda x: x[None], js.ReplicaGroup("replica").mean(own, role="a"))
+
+        return jax.lax.cond(due, mean, lambda tree: tree, tree)
+
+    spec = P("replica")
+    mapped = jax.shard_map(
+        one, mesh=mesh_of({"replica": 4}), in_specs=(P(), spec), out_specs=spec, check_vma=False
+    )
+    fn = jax.jit(mapped, donate_argnums=1)
+    with noted_buffers() as noted:
+        report = js.comm_report(fn, jax.ShapeDtypeStruct((), bool), types)
+    # A block is one row in 64, rounded up; what is left is another. The compiler joins all that are
+    # outside of the loop.
+    turns = (2**18 + 1) // 4097
+    for level, count in (("emitted", turns + 3), ("compiled", turns + 1)):
+        which = {"kind": "conditional", "axis": "replica", "level": level}
+        assert report.bytes(**which) == sum(sizes.values())
+        assert report.count(**which) == count
+    assert {x.leaves: x.size_bytes for x in noted} == {
+        ("block",): sizes["block"],
+        ("large",): sizes["large"],
+        ("a", "b"): sizes["a"] + sizes["b"],
+    }
+    memory = fn.lower(jax.ShapeDtypeStruct((), bool), types).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 3 * sizes["large"]
+
+
 @pytest.mark.parametrize("explicit", [False, True])
 def test_leaves_that_are_sharded_inside_a_replica_keep_their_layout(explicit, mesh_of):
-    """They are cut along other dimensions first; without specs never."""
+    """They are cut along other dimensions first; without specs, if types do not tell, never."""
     mesh = mesh_of({"replica": REPLICAS, "model": 2}, explicit=explicit)
     specs = {"across": P(None, "model"), "along": P("model")}
     shapes = {"across": (8, 6), "along": (8, 3)}
@@ -126,7 +224,9 @@ def test_leaves_that_are_sharded_inside_a_replica_keep_their_layout(explicit, me
     blocks, mean = (np.asarray(ways[kind]["across"]) for kind in ("blocks", "mean"))
     np.testing.assert_allclose(blocks.reshape(8, 6), mean[0], atol=1e-6)
     unknown = found(js.ReplicaGroup("replica"))
-    assert unknown["blocks"]["across"].shape == (REPLICAS, 8, 6)
+    assert unknown["blocks"]["across"].shape == (REPLICAS, 2 if explicit else 8, 6)
+    for kind in ("mean", "back"):
+        np.testing.assert_allclose(unknown[kind]["across"], ways[kind]["across"], atol=1e-6)
 
 
 def test_in_a_codec_what_is_lost_is_what_was_not_sent():

@@ -2,7 +2,6 @@
 
 import math
 
-import jax
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,8 +9,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.tree import TreePacking, plan_buffers
-from jaxslowmo.tree._packing import from_blocks, to_blocks
+from jaxslowmo.tree._staged import from_blocks, to_blocks
 
 SIZES = {"a": 2, "b": 4}
 
@@ -32,45 +30,22 @@ def leaves(draw) -> tuple[tuple[int, ...], P]:
     return (*shape, *draw(st.lists(st.integers(0, 3), max_size=2))), P(*entries)
 
 
-def packed(found, limits=None) -> tuple[list[np.ndarray], TreePacking]:
-    """Leaves of these shapes with numbers of their own, and their packing."""
-    rng = np.random.default_rng(0)
-    kinds = [np.float16, np.float32]
-    tree = [rng.integers(1, 999, shape).astype(kinds[i % 2]) for i, (shape, _) in enumerate(found)]
-    packing = TreePacking.planned(
-        jax.tree.structure(tree),
-        tree,
-        [spec for _, spec in found],
-        SIZES,
-        lambda blocks, place: plan_buffers(blocks, limits=limits, split_large=True),
-    )
-    return tree, packing
-
-
-@given(st.lists(leaves(), max_size=5))
+@given(leaves())
 def test_blocks_are_those_that_jax_places(found):
-    """For all axes that are automatic, in the order of the group's axes."""
-    tree, packing = packed(found)
-    groups = packing.groups
-    assert sorted(i for group in groups for i in group.indices) == list(range(len(found)))
+    shape, spec = found
+    split = {name for entry in spec for name in entry or ()}
+    axes = {name: size for name, size in SIZES.items() if name in split}
+    x = np.arange(math.prod(shape)).reshape(shape)
+    blocks = to_blocks(x, spec, axes)
+    np.testing.assert_array_equal(from_blocks(blocks, shape, spec, axes), x)
     mesh = js.make_mesh(SIZES)
-    for group in groups:
-        sizes = tuple(group.axis_sizes.values())
-        for i, spec, shape in zip(group.indices, group.specs, group.plan.shapes, strict=True):
-            blocks = to_blocks(tree[i], spec, group.axis_sizes)
-            assert blocks.shape == (*sizes, math.prod(shape))
-            whole = from_blocks(blocks, tree[i].shape, spec, group.axis_sizes)
-            np.testing.assert_array_equal(whole, tree[i])
-            held = NamedSharding(mesh, spec).devices_indices_map(tree[i].shape)
-            # Of the axes that are not in the group the leaf is whole: any device will do.
-            devices = np.moveaxis(
-                mesh.devices,
-                [mesh.axis_names.index(name) for name in group.axis_sizes],
-                range(len(sizes)),
-            ).reshape(*sizes, -1)[..., 0]
-            of_devices = blocks.reshape(group.num_blocks, *shape)
-            for device, block in zip(devices.flat, of_devices, strict=True):
-                np.testing.assert_array_equal(block, tree[i][held[device]])
+    held = NamedSharding(mesh, spec).devices_indices_map(shape)
+    # Over the other axes the leaf is whole: any device will do.
+    order = [mesh.axis_names.index(name) for name in axes]
+    devices = np.moveaxis(mesh.devices, order, range(len(order)))
+    devices = devices.reshape(*axes.values(), -1)[..., 0]
+    for device, block in zip(devices.flat, blocks.reshape(devices.size, -1), strict=True):
+        np.testing.assert_array_equal(block, x[held[device]].reshape(-1))
 
 
 @given(leaves(), st.integers(0, 2))

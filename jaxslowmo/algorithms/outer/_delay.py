@@ -59,11 +59,14 @@ def average_part(flight: InFlight, replicas: ReplicaGroup, delay: int) -> InFlig
         number = uniform(jnp.maximum(flight.parts, 0), group.axes)
         return [_with_mean(flight, number, group, delay)]
 
-    of_values = [*replicas.own(flight.values).specs]
-    of_residual = of_values if has_leaves(flight.residual) else []
-    numbers = [P()] * (len(jax.tree.leaves(flight)) - len(of_values) - len(of_residual))
-    specs = [*of_values, *numbers, *of_residual]
-    flight = replicas.run(run, [replicas.own(flight, specs)], replicas.own(flight, specs))[0]
+    of_values = replicas.layouts(flight.values)
+    specs = None
+    if of_values is not None:
+        of_residual = of_values if has_leaves(flight.residual) else ()
+        others = len(jax.tree.leaves(flight)) - len(of_values) - len(of_residual)
+        specs = [*of_values, *[P()] * others, *of_residual]
+    held = replicas.own(flight, specs)
+    flight = replicas.run(run, [held], held, packs=True)[0]
     # More than all parts are in a state that `average_all` has completed.
     parts = jnp.where(flight.parts < 0, NOTHING, jnp.minimum(flight.parts + 1, delay))
     return flight._replace(parts=parts)
@@ -77,7 +80,7 @@ def _with_mean(flight: InFlight, number: jax.Array, replicas: ReplicaGroup, dela
     """
     axes, local, codec = replicas.axis_name, replicas.local_axis_name, replicas.codec
 
-    def averaged(buffer: Buffer, held: list[jax.Array], number: jax.Array) -> list[jax.Array]:
+    def averaged(buffer: Buffer, held: list[jax.Array]) -> list[jax.Array]:
         del buffer
         size = -(-held[0].size // delay)
         start, padding = number * size, (0, delay * size - held[0].size)
@@ -95,7 +98,7 @@ def _with_mean(flight: InFlight, number: jax.Array, replicas: ReplicaGroup, dela
     flats = [packing.pack(flight.values, role="slow")]
     if has_leaves(flight.residual):
         flats.append(packing.pack(flight.residual))
-    found = packing.map(averaged, [list(held) for held in zip(*flats, strict=True)], number)
+    found = packing.map(averaged, [list(held) for held in zip(*flats, strict=True)])
     values, *lost = [packing.unpack([x[i] for x in found]) for i in range(len(flats))]
     return flight._replace(values=values, residual=lost[0] if lost else flight.residual)
 

@@ -208,7 +208,7 @@ def _read_phone_book(path: Path) -> list[list[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class InspectScheduleConfig(Options):
-    """Draw the schedule of a pipeline, and compare the kinds: bubble, stash, messages."""
+    """Show the costs of a pipeline's schedule, and compare the kinds: bubble, stash, messages."""
 
     kind: Annotated[str | None, OneOf(*PIPELINES), Called("KIND")] = None
     """Kind of the schedule."""
@@ -238,8 +238,6 @@ class InspectScheduleConfig(Options):
     """Only for lockstep: most microbatches of a chunk that a stage holds."""
     table: Path | None = None
     """File in torch's notation, instead of a kind: a line per stage."""
-    whole: bool = False
-    """Show all ticks, however many."""
     orders: bool = False
     """Print torch's notation, a line per stage, and nothing else."""
     as_json: Annotated[bool, Called("--json")] = False

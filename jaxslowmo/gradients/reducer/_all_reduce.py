@@ -13,7 +13,6 @@ from ..._support.types import AxisName, PyTree
 from ...mesh import axis_names, axis_size, require_axes
 from ...transform import (
     GradientTransform,
-    LayoutNotice,
     Reduction,
     check_weight,
     checked_bytes,
@@ -93,7 +92,7 @@ def all_reduce_gradients(
     Raises:
       ValueError: negative sizes, an invalid order, hook or `divide_by`; at trace time an unbound
         axis, names, specs or leaves that do not fit, gradients that do not vary over `axis_name`.
-      UserWarning: once, if the axis has size 1, and where sharded leaves are gathered.
+      UserWarning: once, if the axis has size 1, and in a step where a hook gathers sharded leaves.
 
     Communication: every update, one all-reduce over `axis_name` per bucket, N bytes together, N the
       bytes of the gradients; a weight adds 8 bytes. With a hook: what the hook states.
@@ -122,10 +121,8 @@ def all_reduce_gradients(
     check_choice("divide_by", divide_by, DivideBy, _OWNER)
     by_initial = divide_by == "initial"
     warn = warn_once()
-    notice = LayoutNotice(_OWNER, over, warn)
 
     def init_fn(params: PyTree) -> AllReduceGradientsState:
-        notice.at_init()
         if hook is None:
             return AllReduceGradientsState()
         states: PyTree = ()
@@ -133,7 +130,7 @@ def all_reduce_gradients(
         if jax.tree.leaves(params):
             require_axes(_OWNER, "axis_name", axis_name)
             check_floating(_OWNER, params)
-            states = init_hook(hook, layout.planned(params, param_specs), axis_name)
+            states = init_hook(hook, over, layout, params)
         return AllReduceGradientsState(jnp.zeros([], jnp.int32), states)
 
     def update_fn(
@@ -154,24 +151,25 @@ def all_reduce_gradients(
         share = check_weight(_OWNER, weight)
         if axis_size(axis_name) == 1:
             warn(f"{_OWNER}: axis {axis_name!r} has size 1, so there is nothing to reduce.")
-        reduced = over
+        group = over if param_specs is None else over.placed(None, param_specs)
         if hook is not None and jax.tree.leaves(state.hook):
             # The buckets are those of `init`, which received no `ready_order` or specs.
-            ready_order = None
-        elif param_specs is not None:
-            reduced = over.placed(None, param_specs)
-        if reduced.param_specs is None:
-            notice.at_update()
+            ready_order, group = None, over
+            if over.param_specs is None and any(jax.tree.leaves(param_specs)):
+                warn(
+                    f"{_OWNER}: leaves that are sharded inside a replica are gathered for each "
+                    "exchange, since the states of `hook` are of whole leaves: pass `param_specs`, "
+                    "one PartitionSpec per leaf (P() for whole ones)."
+                )
         with jax.named_scope(_OWNER):
             others = tuple(name for name in axis_names(axis_name) if name not in inner_axes)
             rows = mean_rows(rows, others, share, divide_by) if rows else rows
-            buckets = layout.planned(updates, reduced.param_specs, ready_order)
             if hook is None:
-                means = reduce_plainly(buckets, updates, axis_name, share, by_initial)
+                means = reduce_plainly(group, layout, updates, share, by_initial, ready_order)
                 return join(dense=means, rows=rows), state
             count = increment(state.count)
             means, states = reduce_with_hook(
-                hook, state.hook, buckets, updates, axis_name, count, share, by_initial
+                hook, state.hook, group, layout, updates, count, share, by_initial, ready_order
             )
         return join(dense=means, rows=rows), AllReduceGradientsState(count, states)
 
@@ -193,6 +191,9 @@ def mean_gradients(
 
     Communication: one all-reduce over `axis_name` per bucket.
     """
-    buckets = BucketLayout(BUCKET_LIMITS).planned(grads, param_specs, ready_order)
+    group, layout = (
+        checked_group(_OWNER, axis_name, param_specs=param_specs),
+        BucketLayout(BUCKET_LIMITS),
+    )
     with jax.named_scope(_OWNER):
-        return reduce_plainly(buckets, grads, axis_name, weight, False)
+        return reduce_plainly(group, layout, grads, weight, False, ready_order)

@@ -1,19 +1,20 @@
 """Packing of gradients into buckets, and the reduction of each bucket."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 from ..._support.scopes import GRADIENTS
 from ..._support.types import AxisName, PyTree
 from ...collectives import all_mean, relative_weight, scaled, total_weight, weighted_means
-from ...mesh import axis_names, typed_specs, vary_over
-from ...transform import BufferGroup, TreePacking, planned_by_group
-from ...tree import Buffer, BufferPlan, leaf_names, plan_buffers
+from ...mesh import axis_names, vary_over
+from ...transform import Arrays, ReplicaGroup, TreePacking
+from ...tree import Buffer, leaf_names, plan_buffers
 from ._hook import CommHook, GradBucket, GradPiece
 
 Order = Literal["reverse", "forward"] | Sequence[int | str]
@@ -33,45 +34,33 @@ class BucketLayout:
     split_large: bool = False
 
     def planned(
-        self,
-        grads: PyTree,
-        param_specs: PyTree | None = None,
-        ready_order: ReadyOrder | None = None,
+        self, grads: PyTree, group: ReplicaGroup, ready_order: ReadyOrder | None = None
     ) -> TreePacking:
-        """Return the buckets of `grads`; for sharded leaves those of a device's own blocks.
+        """Return the buckets of a device's blocks of `grads`.
 
         Args:
           grads: tree of arrays or types.
-          param_specs: a `PartitionSpec` per leaf, or a prefix of the tree; None: leaves are whole
-            inside a replica, or their types contain specs (Explicit axes).
+          group: the replicas, and the layouts of leaves inside them.
           ready_order: function that returns the positions of all leaves, for an `order` of None.
             It is called only if the order decides which leaves share a bucket.
 
         Raises:
           ValueError: specs that don't fit the tree; leaves that the gradients do not have.
         """
-        names, (leaves, treedef) = leaf_names(grads), jax.tree.flatten(grads)
-        specs = typed_specs(grads) if param_specs is None else param_specs
-        explicit = None
+        names, treedef = leaf_names(grads), jax.tree.structure(grads)
+        blocks = jax.tree.leaves(group.blocks(grads))
         if self.buckets is not None:
-            explicit = [_leaf_positions("buckets", bucket, names) for bucket in self.buckets]
-            plan_buffers(grads, buckets=explicit)  # raises unless each leaf occurs once
-
-        def plan(blocks: list[Any], place: Mapping[int, int]) -> BufferPlan:
-            if explicit is not None:
-                local_buckets = [[place[i] for i in bucket if i in place] for bucket in explicit]
-                return plan_buffers(blocks, buckets=[bucket for bucket in local_buckets if bucket])
-            order = self._order(names, ready_order, blocks)
-            return plan_buffers(
-                blocks,
-                limits=self.limits,
-                order=[place[i] for i in order if i in place],
-                max_buckets=self.max_buckets,
-                alone_bytes=self.alone_bytes,
-                split_large=self.split_large,
-            )
-
-        return planned_by_group(treedef, leaves, specs, plan)
+            listed = [_leaf_positions("buckets", bucket, names) for bucket in self.buckets]
+            return TreePacking(treedef, plan_buffers(blocks, buckets=listed))
+        plan = plan_buffers(
+            blocks,
+            limits=self.limits,
+            order=self._order(names, ready_order, blocks),
+            max_buckets=self.max_buckets,
+            alone_bytes=self.alone_bytes,
+            split_large=self.split_large,
+        )
+        return TreePacking(treedef, plan)
 
     def _order(
         self, names: Sequence[str], ready_order: ReadyOrder | None, blocks: list[Any]
@@ -132,59 +121,73 @@ HookStates = tuple[Any, ...]
 
 
 def reduce_plainly(
-    buckets: TreePacking,
+    group: ReplicaGroup,
+    layout: BucketLayout,
     grads: PyTree,
-    axis_name: AxisName,
     weight: jax.Array | None,
     divide_by_initial: bool,
+    ready_order: ReadyOrder | None = None,
 ) -> PyTree:
     """Return means by all-reduces, weighted if there is a weight.
 
-    Communication: one all-reduce over `axis_name` per bucket; see `weighted_means`.
+    Leaves of which only the compiler knows how they are sharded are reduced one by one.
+
+    Communication: one all-reduce over the group per bucket; see `weighted_means`.
     """
+    axes = group.axis_name
 
-    def means(group: BufferGroup, blocks: list[Any], weight: jax.Array | None) -> list[Any]:
-        flats, reduced = group.plan.pack(blocks), []
+    def means(flats: list[Any], weight: jax.Array | None) -> list[Any]:
         if weight is not None:
-            reduced = weighted_means(flats, weight, axis_name, idle_as_zeros=divide_by_initial)
-            return group.plan.unpack(reduced)
-        for i, flat in enumerate(flats, start=group.first):
+            return weighted_means(flats, weight, axes, idle_as_zeros=divide_by_initial)
+        reduced = []
+        for i, flat in enumerate(flats):
             with jax.named_scope(f"bucket_{i}"):
-                reduced.append(all_mean(flat, axis_name))
-        return group.plan.unpack(reduced)
+                reduced.append(all_mean(flat, axes))
+        return reduced
 
-    leaves = buckets.leaves(grads, GRADIENTS)
-    averaged = buckets.each(means, leaves, weight, kinds=("leaves", "whole"), out="leaves")
-    return buckets.tree(averaged)
+    own = group.own(grads)
+    if own.specs is None:
+        leaves, treedef = jax.tree.flatten(grads)
+        return treedef.unflatten(means(leaves, weight))
+    buckets = layout.planned(grads, group, ready_order)
+
+    def reduced(_: ReplicaGroup, grads: PyTree, weight: jax.Array | None) -> list[PyTree]:
+        return [buckets.unpack(means(buckets.pack(grads, role=GRADIENTS), weight))]
+
+    return group.run(reduced, [own, group.alike(weight)], own)[0]
 
 
 def reduce_with_hook(
     hook: CommHook,
     states: HookStates,
-    buckets: TreePacking,
+    group: ReplicaGroup,
+    layout: BucketLayout,
     grads: PyTree,
-    axis_name: AxisName,
     count: jax.Array,
     weight: jax.Array | None,
     divide_by_initial: bool,
+    ready_order: ReadyOrder | None,
 ) -> tuple[PyTree, HookStates]:
     """Return the gradients that the hook makes of every bucket, and its new states.
 
     Communication: the hook's, and with a weight one all-reduce of 8 bytes before it.
     """
-    factor = None
+    axes, factor = group.axis_name, None
     if weight is not None:
-        total = total_weight(weight, axis_name)
-        factor = relative_weight(weight, total, axis_name, idle_as_zeros=divide_by_initial)
+        total = total_weight(weight, axes)
+        factor = relative_weight(weight, total, axes, idle_as_zeros=divide_by_initial)
+    buckets, own = layout.planned(grads, group, ready_order), group.own(grads)
+    holds_none = not jax.tree.leaves(states)
 
     def reduced(
-        group: BufferGroup, blocks: list[Any], states: list[Any], factor: Any, count: Any
-    ) -> tuple[list[Any], HookStates]:
-        flats, results, after = group.plan.pack(blocks), [], []
+        _: ReplicaGroup, grads: PyTree, states: HookStates, factor: Any, count: jax.Array
+    ) -> list[Any]:
+        flats, results, after = buckets.pack(grads, role=GRADIENTS), [], []
         if factor is not None:
             flats = [scaled(flat, factor) for flat in flats]
-        hook_buckets = _hook_buckets(buckets, group, flats, axis_name, count)
-        for bucket, state in zip(hook_buckets, _without_device_axis(group, states), strict=True):
+        hook_buckets = _hook_buckets(buckets, flats, axes, count)
+        held = [hook.init(x) for x in hook_buckets] if holds_none else _of_device(own, states)
+        for bucket, state in zip(hook_buckets, held, strict=True):
             with jax.named_scope(f"bucket_{bucket.index}"):
                 flat, state = hook.update(bucket, state)
             if (flat.shape, flat.dtype) != ((bucket.size,), bucket.dtype):
@@ -194,61 +197,64 @@ def reduce_with_hook(
                 )
             results.append(flat)
             after.append(state)
-        return group.plan.unpack(results), _with_device_axis(group, tuple(after))
+        return [buckets.unpack(results), _of_devices(own, tuple(after))]
 
-    by_group = buckets.each(
-        reduced,
-        buckets.leaves(grads, GRADIENTS),
-        buckets.by_group(states),
-        factor,
-        count,
-        kinds=("leaves", "flat", "whole", "whole"),
-        out=("leaves", "flat"),
-    )
-    after = tuple(state for _, group_states in by_group for state in group_states)
-    return buckets.tree([leaves for leaves, _ in by_group]), after
+    held = Arrays(states, [_over_devices(own)] * len(jax.tree.leaves(states)))
+    given = [own, held, group.alike(factor), group.alike(count)]
+    grads, after = group.run(reduced, given, own, held, packs=True)
+    return grads, states if holds_none else after
 
 
-def init_hook(hook: CommHook, buckets: TreePacking, axis_name: AxisName) -> HookStates:
-    """Return the hook's states, one per bucket; for sharded leaves stacked, one per block.
+def init_hook(
+    hook: CommHook, group: ReplicaGroup, layout: BucketLayout, params: PyTree
+) -> HookStates:
+    """Return the hook's states, one per bucket; for sharded leaves stacked over their devices.
 
     They differ between replicas and devices.
     """
+    buckets, own = layout.planned(params, group), group.own(params)
 
-    def group_init(group: BufferGroup) -> HookStates:
-        flats = [jax.ShapeDtypeStruct((b.num_elements,), b.dtype) for b in group.plan.buffers]
-        hook_buckets = _hook_buckets(buckets, group, flats, axis_name, None)
-        return _with_device_axis(group, tuple(hook.init(bucket) for bucket in hook_buckets))
+    def init(_: ReplicaGroup, params: PyTree) -> list[HookStates]:
+        del params
+        flats = [jax.ShapeDtypeStruct((b.num_elements,), b.dtype) for b in buckets.plan.buffers]
+        hook_buckets = _hook_buckets(buckets, flats, group.axis_name, None)
+        return [_of_devices(own, tuple(hook.init(bucket) for bucket in hook_buckets))]
 
-    by_group = buckets.each(group_init, kinds=(), out="flat")
-    return vary_over(tuple(state for states in by_group for state in states), axis_names(axis_name))
-
-
-def _with_device_axis(group: BufferGroup, states: HookStates) -> HookStates:
-    """Return a device's local states as its part of arrays over all devices of the replica."""
-    if not group.axis_sizes:
-        return states
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], states)
+    any_states = Arrays(0, [_over_devices(own)])  # one layout for all of them
+    states = group.run(init, [own], any_states, packs=True)[0]
+    return vary_over(states, axis_names(group.axis_name))
 
 
-def _without_device_axis(group: BufferGroup, states: Sequence[Any]) -> Sequence[Any]:
-    """Return a device's local states from its part of such arrays."""
-    return jax.tree.map(lambda x: x[0], states) if group.axis_sizes else states
+def _over_devices(own: Arrays) -> P:
+    """Return the layout of what each device has: stacked over the axes that shard some leaf."""
+    named = {name for spec in own.specs or () for entry in spec for name in axis_names(entry or ())}
+    return P(tuple(sorted(named))) if named else P()
+
+
+def _of_devices(own: Arrays, states: HookStates) -> HookStates:
+    """Return a device's states as its part of arrays over all devices of the replica."""
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], states) if _over_devices(own) else states
+
+
+def _of_device(own: Arrays, states: HookStates) -> HookStates:
+    """Return a device's states from its part of such arrays."""
+    return jax.tree.map(lambda x: x[0], states) if _over_devices(own) else states
 
 
 def _hook_buckets(
-    buckets: TreePacking, group: BufferGroup, flats: Sequence[Any], axis_name: AxisName, count: Any
+    buckets: TreePacking, flats: Sequence[Any], axis_name: AxisName, count: Any
 ) -> list[GradBucket]:
-    """Return the buckets of one group that the hook receives."""
-    names = [buckets.names[i] for i in group.indices]
-    shapes, last = group.plan.shapes, len(buckets.buffers()) - 1
+    """Return the buckets that the hook receives."""
+    plan = buckets.plan
 
     def pieces(buffer: Buffer) -> tuple[GradPiece, ...]:
         return tuple(
-            GradPiece(names[p.label], shapes[p.label], p.start, p.stop) for p in buffer.pieces
+            GradPiece(buckets.names[p.label], plan.shapes[p.label], p.start, p.stop)
+            for p in buffer.pieces
         )
 
-    numbered = enumerate(zip(group.plan.buffers, flats, strict=True), start=group.first)
+    last = len(plan.buffers) - 1
+    numbered = enumerate(zip(plan.buffers, flats, strict=True))
     return [
         GradBucket(i, i == last, flat, pieces(buffer), axis_name, count)
         for i, (buffer, flat) in numbered

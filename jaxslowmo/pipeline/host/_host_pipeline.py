@@ -1,7 +1,6 @@
 """`HostPipeline`, a pipeline whose operations are separate programs that the host dispatches."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._support.types import CompilerOptions, PyTree
-from ...tree import Staged, at_least_float32, type_text
+from ...tree import Staged, Weighted, at_least_float32, type_text
 from .._pipelined import Pipelined
 from .._plan import Plan, Totals
 from ..model import Loss, LossTerms
@@ -203,7 +202,7 @@ class Execution:
             results = self._ended(self._pass(data, results.states, part))
             total = _sum(total, _terms(results))
         # Average over the parts, like a step with `accumulate`; model state is that of the last.
-        return _mean(total, _without_states(results), parts=parts)._replace(states=results.states)
+        return _mean(total, _without_states(results))._replace(states=results.states)
 
     def types(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
         """Return the types of the result of `run`, from its arguments or their types."""
@@ -223,7 +222,7 @@ class Execution:
         results = Results(loss, new_states, grads if self._setting.differentiates else None)
         if self._setting.parts > 1:
             last, terms = _without_states(results), jax.eval_shape(_terms, results)
-            mean = jax.eval_shape(partial(_mean, parts=self._setting.parts), terms, last)
+            mean = jax.eval_shape(_mean, terms, last)
             results = mean._replace(states=results.states)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -352,38 +351,23 @@ def _without_states(results: Results) -> Results:
 
 
 @jax.jit
-def _terms(results: Results) -> Results:
-    """Return the terms of a part in sums over the parts, in at least float32.
-
-    Loss and gradients are multiplied by the weight of the loss, if it has one.
-    """
-    wide = jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), _without_states(results))
-    return _times(wide, results.loss.weight)
+def _terms(results: Results) -> tuple[Weighted, Weighted]:
+    """Return what a part adds to sums: loss and gradients with the loss' weight, and metrics."""
+    loss = results.loss
+    return Weighted.of((loss.value, results.grads), loss.weight), Weighted.of(loss.metrics)
 
 
 @jax.jit
-def _sum(total: Results, terms: Results) -> Results:
+def _sum(total: PyTree, terms: PyTree) -> PyTree:
     return jax.tree.map(jnp.add, total, terms)
 
 
-@partial(jax.jit, static_argnames="parts")
-def _mean(total: Results, last: Results, *, parts: int) -> Results:
+@jax.jit
+def _mean(total: tuple[Weighted, Weighted], last: Results) -> Results:
     """Return means over the parts from their sums, in the dtypes of `last`; metrics stay wide."""
-    weight = total.loss.weight
-    if weight is not None:
-        total = _times(total, parts / jnp.where(weight > 0, weight, 1))
-    means = jax.tree.map(lambda t: t / parts, total)
-    typed = jax.tree.map(lambda mean, x: mean.astype(x.dtype), means, last)
-    return typed._replace(loss=typed.loss._replace(weight=weight, metrics=means.loss.metrics))
-
-
-def _times(results: Results, weight: jax.Array | None) -> Results:
-    """Return results with loss and gradients multiplied by a weight, () or (positions,)."""
-    if weight is None:
-        return results
-
-    def times(x: jax.Array) -> jax.Array:
-        return x * jnp.expand_dims(weight, range(weight.ndim, x.ndim)).astype(x.dtype)
-
-    loss = results.loss._replace(value=times(results.loss.value))
-    return results._replace(loss=loss, grads=jax.tree.map(times, results.grads))
+    of_loss, metrics = total
+    like = last.loss.value, last.grads
+    value, grads = jax.tree.map(lambda mean, x: mean.astype(x.dtype), of_loss.mean, like)
+    weight = None if last.loss.weight is None else of_loss.weight
+    loss = last.loss._replace(value=value, weight=weight, metrics=metrics.mean)
+    return last._replace(loss=loss, grads=grads)

@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import only_over
-from ...tracing import ProgramReader, Reading, has_side_effects
+from ...tracing import has_side_effects
 from ...transform import instead_of, takes_extra
 from ...tree import Staged, leaf_names, promoted
 from ._buffer_packing import BufferPacking
 from ._ties import Change, for_each_copy, in_each, seen_once
+from ._transform_reader import ProgramReader, Reading
 
 Buffers = dict[str, Any]
 Branch = Callable[[int, list[Buffers], list[Any]], tuple[list[Buffers], list[Any]]]

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.profiler import ProfileData, ProfileOptions
-from jaxlib import xla_client
+
+from ..._support.private_jax import has_libtpu_without_tpu
 
 _DEVICE = re.compile(r"/device:\w+:\d+$")  # not its helpers, such as "/device:TPU:0 SparseCore 1"
 # One line of each on TPU. On GPU a line is a stream, besides lines that sum up others.
@@ -46,8 +47,7 @@ def traced_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceO
     Raises:
       CannotTrace: another trace is running, or libtpu is loaded without a TPU; nothing was called.
     """
-    # There a trace would be a segmentation fault. No public function says which plugins are loaded.
-    if jax.default_backend() != "tpu" and xla_client.pjrt_plugin_loaded("tpu"):
+    if has_libtpu_without_tpu():  # a trace would be a segmentation fault
         raise CannotTrace("the jax profiler would crash: libtpu is loaded, and there is no TPU")
     options = ProfileOptions()
     options.python_tracer_level = 0

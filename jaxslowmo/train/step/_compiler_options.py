@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from ..._support.types import CompilerOptions
-from ...mesh import AnyMesh, VirtualMesh
+from ...mesh import AnyMesh, device_mesh
 
 # What the names of one platform's options begin with. Some of these names are known to the
 # compilers of all platforms, which then do nothing with them.
@@ -63,8 +61,8 @@ def recommended_compiler_options(mesh: AnyMesh) -> dict[str, str | int | float |
       `js.sgp(overlap=1)` ends before or among the products of a step, and not after them.
 
     Args:
-      mesh: the mesh of the step, whose first device decides; of a `js.virtual_mesh` the default
-        device does. The devices may be described ones, of `jax.experimental.topologies`.
+      mesh: the mesh of the step, whose first device decides. The devices may be described ones,
+        of `jax.experimental.topologies`.
 
     Returns:
       Values by name; {} for CPUs, and for TPUs of other kinds.
@@ -116,6 +114,4 @@ def checked_compiler_options(options: Any, mesh: AnyMesh) -> CompilerOptions:
 
 def _device_of(mesh: AnyMesh) -> Any:
     """Return a device on which the programs of a mesh run."""
-    if isinstance(mesh, VirtualMesh):
-        return next(iter(jax.device_put(0).devices()))
-    return mesh.devices.flat[0]
+    return device_mesh(mesh).devices.flat[0]

@@ -166,6 +166,7 @@ class BatchGradients:
       unscales: whether the step divides gradients by the loss scale, before it reduces them. False
         leaves the division to the optimizer, as in a loop that calls the optimizer itself.
       inner_axes: axes inside a replica over which the batch is split; set by a state's layout.
+      num_devices: the number of devices on which the examples that a loss sees lie.
     """
 
     loss: FullLoss
@@ -174,6 +175,7 @@ class BatchGradients:
     model_state: ModelStateMode
     unscales: bool = True
     inner_axes: tuple[str, ...] = ()
+    num_devices: int = 1
 
     def gathered(self, state: TrainState, inputs: StepInputs) -> tuple[Gradients, Metrics]:
         """Return the gradients of an update, and the metrics of its last batch.
@@ -260,7 +262,9 @@ class BatchGradients:
             key = jax.random.fold_in(key, 0 if window is None else window.count)
             seen = seen if window is None else window.model_state
         if parts > 1:
-            split_batch(inputs.batch, parts)  # for its error, if `parts` does not divide the batch
+            split_batch(
+                inputs.batch, parts, self.num_devices
+            )  # for its error, if `parts` does not divide the batch
         return key[None] if parts == 1 else jax.random.split(key, parts), seen
 
     def at(self, params: PyTree, data: LossData) -> Any:
@@ -286,7 +290,7 @@ class BatchGradients:
             )
         if self.accumulate == 1:
             return as_value(as_quotient(self.at(params, data)[0])[0])
-        parts = split_batch(batch, self.accumulate)
+        parts = split_batch(batch, self.accumulate, self.num_devices)
 
         def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, Weighted]:
             loss, (_, state) = self.at(params, LossData(*x, state))
@@ -339,6 +343,7 @@ class BatchGradients:
         return value_and_gradients(
             *(self.loss, params, batch, key, model_state, scale),
             accumulate=self.accumulate,
+            num_devices=self.num_devices,
             divides=self.unscales,
         )
 
@@ -382,6 +387,7 @@ def value_and_gradients(
     scale: jax.Array | None = None,
     *,
     accumulate: int,
+    num_devices: int = 1,
     divides: bool = True,
 ) -> tuple[tuple[Metrics, PyTree], PyTree, PyTree]:
     """Return results and mean gradients over `accumulate` microbatches of a batch.
@@ -417,7 +423,8 @@ def value_and_gradients(
 
     if accumulate == 1:
         return one(model_state, batch, rng)
-    parts, keys = split_batch(batch, accumulate), jax.random.split(rng, accumulate)
+    parts = split_batch(batch, accumulate, num_devices)
+    keys = jax.random.split(rng, accumulate)
     first = jax.tree.map(lambda x: x[0], parts)
     (like, _), *_ = jax.eval_shape(one, model_state, first, keys[0])
 
@@ -443,9 +450,10 @@ def value_and_gradients(
     return (metrics, model_state), grads, embedded_grads
 
 
-def split_batch(batch: PyTree, parts: int) -> PyTree:
+def split_batch(batch: PyTree, parts: int, num_devices: int = 1) -> PyTree:
     """Split the batch into equal parts, stacked along a new leading axis.
 
+    If it lies on several devices, each part has as many examples of each, so nothing is moved.
     A leaf that all examples share, which has no dimension or one row where others have more, is the
     same in each part.
     """
@@ -454,12 +462,14 @@ def split_batch(batch: PyTree, parts: int) -> PyTree:
     def split(x: jax.Array) -> jax.Array:
         if is_shared(x) and (x.ndim == 0 or examples > 1):
             return lax.broadcast(x, (parts,))
-        if x.shape[0] % parts:
+        size, rest = divmod(x.shape[0], parts * num_devices)
+        if rest:
             raise ValueError(
-                f"`accumulate`={parts} must divide the batch on each device, got {x.shape[0]} "
-                "examples."
+                f"`accumulate`={parts} must divide the batch on each device, got "
+                f"{x.shape[0] // num_devices} examples."
             )
-        return x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+        x = x.reshape(num_devices, parts, size, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(parts, num_devices * size, *x.shape[3:])
 
     return jax.tree.map(split, batch)
 

@@ -16,7 +16,8 @@ from ...transform import LossProgram, ParameterTransform, over_stages, spec_of
 from .._batches import HostBatch
 from ._compiler_options import checked_compiler_options
 from ._gradients import BatchGradients, ModelStateMode, WithResults
-from ._runner import Mode, Runner
+from ._phases import Mode
+from ._runner import Runner
 from ._train_step import TrainStep
 from ._transforms import check_axes, check_with_tables, checked_gradients, split_chain
 from ._update import Update
@@ -48,13 +49,14 @@ def make_train_step(
 
     Args:
       loss_fn: `loss_fn(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))` for
-        the examples of one device; also `(params, batch) -> loss` or `(loss, metrics)`.
+        the examples of one replica; also `(params, batch) -> loss` or `(loss, metrics)`.
       optimizer: an optax transform, whose state is local to each replica, or a whole `js.chain`.
       sync: the exchange of parameters, such as `js.slowmo("replica")`. None: there is none, since
         gradients are averaged. `"none"`: replicas exchange nothing at all.
       gradients: the reduction of gradients, such as `js.all_reduce_gradients("replica")`; None
-        averages them over the inner axes of the mesh only.
-      mesh: `js.make_mesh({"replica": R})`, which may have inner axes, or `js.virtual_mesh`.
+        averages them inside a replica only.
+      mesh: `js.make_mesh({"replica": R})` or `js.virtual_mesh`. Of inner axes that `gradients` or
+        a `local_axis_name` names a loss sees the examples of one device; others are the compiler's.
       axis_name: the mesh axis of the replicas, or several.
       mode: `"traced"`: one program decides which exchanges are due. `"host"`: one program per
         phase; the host chooses, so local steps have no collective over `axis_name`.
@@ -154,9 +156,6 @@ def make_train_step(
         jax.eval_shape(optimizer.init, program.param_types)
     if gradients is not None and spec_of(gradients).clips:
         gradients = program.tied_transform(gradients)
-    specs = program.param_specs
-    if specs is not None and exchange is not None:
-        exchange = exchange.with_specs(specs)
     cuts = num_microbatches if program.dispatch is not None else 1
     step = Update(
         batches=BatchGradients(

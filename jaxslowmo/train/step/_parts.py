@@ -1,6 +1,7 @@
 """The parts of a step: what they are, what each leaves to the others, their states and layouts."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple, Self
@@ -15,8 +16,8 @@ from ...gradients.reducer import ReadyOrder, mean_gradients
 from ...mesh import (
     AnyMesh,
     MapWith,
-    VirtualMesh,
     axis_names,
+    has_a_device_each,
     inner_specs,
     laid_out,
     model_axes,
@@ -30,7 +31,6 @@ from ...transform import (
     chain,
     first_states,
     holds_state,
-    layouts_known,
     spec_of,
 )
 from .._train_state import TrainState
@@ -41,16 +41,18 @@ class Layout(NamedTuple):
     """How the leaves of a step's parameters are sharded inside a replica.
 
     Attributes:
-      axes: the axes over which some leaf is sharded; the compiler handles them.
+      axes: the axes inside a replica that the compiler handles.
       specs: a `PartitionSpec` per leaf over these axes; None if there are no such axes.
-      inner_axes: axes inside a replica over which its batch is split.
-      data_axes: all axes over which a batch is split, replica axes first.
+      inner_axes: axes inside a replica that are mapped; a loss sees the examples of one device.
+      data_axes: all axes over which a batch is split on devices, replica axes first.
+      num_devices: the number of devices on which the examples lie that a loss sees.
     """
 
     axes: frozenset[str]
     specs: PyTree | None
     inner_axes: tuple[str, ...]
     data_axes: tuple[str, ...]
+    num_devices: int = 1
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ class Parts:
     def inner_axes(self) -> tuple[str, ...]:
         """Axes inside a replica over which the batch is split."""
         return self.batches.inner_axes
+
+    @property
+    def mapped_axes(self) -> tuple[str, ...]:
+        """The axes over which a replica may communicate."""
+        return *axis_names(self.axis_name), *self.inner_axes
 
     def means_inside(
         self, gathered: Gradients, axes: tuple[str, ...], order: ReadyOrder | None
@@ -150,15 +157,14 @@ class Parts:
 
     def over(self, averaged: set[str]) -> tuple[str, ...]:
         """Return these replica axes and the inner ones, in order."""
-        names = (*axis_names(self.axis_name), *self.inner_axes)
-        return tuple(n for n in names if n in {*averaged, *self.inner_axes})
+        return tuple(n for n in self.mapped_axes if n in {*averaged, *self.inner_axes})
 
     # The states of its parts, and their layout.
 
     def chain(self) -> optax.GradientTransformationExtraArgs:
         """Return gradient transform and optimizer as one, each with one state."""
         given = self.gradients or optax.identity(), self.optimizer
-        return with_layouts(chain(*(part._replace(init=part.init) for part in given)))
+        return chain(*(part._replace(init=part.init) for part in given))
 
     def first_exchange(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
         """Return the first local and shared state of `sync`, for stacked parameters."""
@@ -193,30 +199,38 @@ class Parts:
     ) -> Layout:
         """Return the layout of states whose parameters have these specs over these axes."""
         replicas = axis_names(self.axis_name)
-        inner = tuple(a for a in mesh.axis_names if a not in {*replicas, *axes})
-        data_axes = (*replicas, *inner)
-        if self.map_with == "vmap" and not isinstance(mesh, VirtualMesh):
-            # All axes inside a replica are the compiler's; a loss sees the whole replica's batch.
-            axes = frozenset(mesh.axis_names) - {*replicas}
-            if specs is None and params is not None:
-                specs = jax.tree.map(lambda _: P(), params)
-            return Layout(axes, specs, (), data_axes)
-        return Layout(axes, specs, inner, data_axes)
+        free = [a for a in mesh.axis_names if a not in {*replicas, *axes}]
+        inner = tuple(a for a in free if self.maps_inner_axes or a in self.named_axes)
+        if self.map_with == "vmap":
+            inner = ()
+        free = tuple(a for a in free if a not in inner)
+        if free and specs is None and params is not None and has_a_device_each(mesh):
+            specs = jax.tree.map(lambda _: P(), params)
+        # Devices of an axis that is mapped have examples next to each other.
+        num_devices = math.prod(mesh.shape[name] for name in free)
+        return Layout(axes | {*free}, specs, inner, (*replicas, *inner, *free), num_devices)
+
+    @property
+    def maps_inner_axes(self) -> bool:
+        """Whether all axes inside a replica that shard no parameter are mapped."""
+        return self.program.param_types is not None
+
+    @property
+    def named_axes(self) -> set[str]:
+        """Axes inside a replica that a part of the step names, which are mapped as replicas are."""
+        parts = [spec_of(self.optimizer)]
+        if self.gradients is not None:
+            parts.append(spec_of(self.gradients))
+        named = {name for part in parts for name in part.axes}
+        groups = () if self.sync is None else self.sync.algorithm.groups
+        return named.union(*(axis_names(group.local_axis_name or ()) for group in groups))
 
     def laid_out(self, layout: Layout) -> Self:
         """Return this update for a layout."""
-        batches = dataclasses.replace(self.batches, inner_axes=layout.inner_axes)
+        batches = dataclasses.replace(
+            self.batches, inner_axes=layout.inner_axes, num_devices=layout.num_devices
+        )
         sync, specs = self.sync, layout.specs
         if sync is not None and specs is not None:
             sync = sync.with_specs(specs)
         return dataclasses.replace(self, batches=batches, sync=sync, param_specs=specs)
-
-
-def with_layouts(transform: Any) -> Any:
-    """Return the transform with an `init` that warns of no unknown layouts: a step knows them."""
-
-    def init(params: PyTree) -> PyTree:
-        with layouts_known():
-            return transform.init(params)
-
-    return transform._replace(init=init)

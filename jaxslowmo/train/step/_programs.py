@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import CompilerOptions, PyTree
@@ -13,10 +13,10 @@ from ...mesh import (
     AnyMesh,
     MapWith,
     Roles,
-    VirtualMesh,
     axis_names,
     laid_out,
     map_replicas,
+    placement,
     roles_of_batch,
 )
 from ...tree import Weighted
@@ -148,9 +148,8 @@ def pinned(
     If the compiler chose the placement of the new state, it might differ from the old one, and the
     next step would compile again. `state` has the shardings of the step's states.
     """
-    assert isinstance(mesh, Mesh), "virtual replicas have no shardings"
     first = *axis_names(update.axis_name), *layout.inner_axes
-    each = NamedSharding(mesh, P(first))
+    each = placement(mesh, P(first))
 
     def of_window() -> Any:
         if inputs.window is not None:
@@ -159,7 +158,7 @@ def pinned(
         specs = update.dense(layout.specs)
         if specs is None:
             specs = jax.tree.map(lambda _: P(), dense)
-        totals = jax.tree.map(lambda _, spec: NamedSharding(mesh, P(first, *spec)), dense, specs)
+        totals = jax.tree.map(lambda _, spec: placement(mesh, P(first, *spec)), dense, specs)
         none: Any = GradientWindow._make([None] * len(GradientWindow._fields))
         return none._replace(grads=Weighted(totals, each), rows=each)
 
@@ -171,10 +170,3 @@ def pinned(
         "window": of_window,
     }
     return jax.tree.map(lambda result: shardings[result](), task.results)
-
-
-def abstract(mesh: VirtualMesh) -> AbstractMesh:
-    """Return a mesh with the same axes, for programs that are lowered but not run."""
-    return AbstractMesh(
-        tuple(mesh.shape.values()), mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names)
-    )

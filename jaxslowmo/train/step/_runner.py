@@ -1,14 +1,13 @@
 """The runner of a step's programs: the layout of its states, its programs, its counters."""
 
-import itertools
 import operator
 import weakref
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
@@ -16,7 +15,7 @@ from jax.sharding import NamedSharding
 from ..._support.checks import warn_once
 from ..._support.types import CompilerOptions, Phase, PyTree
 from ...embedding import Ahead, Carry, Lookup
-from ...mesh import AnyMesh, VirtualMesh, axis_names, inner_specs, model_axes
+from ...mesh import AnyMesh, axis_names, device_mesh, inner_specs, model_axes, with_a_device_each
 from ...tracing import ready_order
 from ...transform import ReplicaGroup, of_one, shardings
 from ...tree import leaf_names
@@ -27,14 +26,13 @@ from . import _programs as programs
 from ._beside_steps import BesideSteps
 from ._gradients import GradientWindow, Metrics, StepInputs, WithResults
 from ._in_flight import StepsInFlight
-from ._local_traffic import LocalTraffic
 from ._parts import Layout
+from ._phases import Mode, Phases, Recent, joined
 from ._programs import EVALUATE, Share, Task
-from ._settings import ComparedPrograms
+from ._settings import readers_of_programs
 from ._states import (
     check_state,
     forget,
-    of_one_replica,
     refuse_another_model,
     refuse_another_optimizer,
     refuse_beyond,
@@ -48,20 +46,6 @@ from ._states import (
 )
 from ._update import Update
 
-Mode = Literal["traced", "host"]
-
-
-class UpdateCounts(NamedTuple):
-    """The counters of a state.
-
-    Attributes:
-      updates: number of updates so far.
-      skipped: number of these whose exchange did not take place, an argument of `sync.phase`.
-    """
-
-    updates: int
-    skipped: int
-
 
 class Room(NamedTuple):
     """The room that is left in a window for the rows of further batches.
@@ -73,32 +57,6 @@ class Room(NamedTuple):
 
     num_batches: int
     share: Share | None
-
-
-_NUM_RECENT = 16  # arrays: one a state or window, of which few are in use at a time
-
-
-class Recent:
-    """Facts that the host knows of the last few arrays on devices, such as a counter's value.
-
-    Reading a counter from the device waits for the step that computes it. Here each is read at most
-    once, and the counters of later states follow from it. An entry belongs to its array, so several
-    states, also in several threads, do not get mixed up.
-    """
-
-    def __init__(self) -> None:
-        self._entries: tuple[tuple[weakref.ref[Any], Any], ...] = ()
-
-    def get(self, array: Any) -> Any:
-        """Return what was noted of the array; None if nothing was, or of many others since."""
-        for ref, value in self._entries:
-            if ref() is array:
-                return value
-        return None
-
-    def note(self, value: Any, array: Any) -> None:
-        """Remember `value` of the array."""
-        self._entries = (weakref.ref(array), value), *self._entries[: _NUM_RECENT - 1]
 
 
 class Runner:
@@ -143,16 +101,17 @@ class Runner:
         self._names: list[str] = []  # of the parameters of that state
         self._has_moved = False  # whether a state was moved there, which is told once
         self._is_checked = False  # whether a state was checked
+        self._changes = False  # whether an update gives the optimizer's state another structure
         self._programs: dict[Any, Any] = {}
-        self._compared = ComparedPrograms(mesh)
         self.placing = Placing(
             mesh, update.axis_name, host_batch, None if lookup is None else lookup.embeddings
         )
         self._in_flight = StepsInFlight()
-        self._traffic: LocalTraffic | None = None
-        if update.map_with == "vmap" and update.gradients is None and update.sync is not None:
-            self._traffic = LocalTraffic(mesh, update.axis_name)
-        self._counts = Recent()
+        is_silent = update.gradients is None and update.sync is not None
+        self._readers = readers_of_programs(
+            mesh, update.axis_name, update.map_with, is_silent=is_silent
+        )
+        self.phases, self._rooms = Phases(update.sync, mode), Recent()
         # The last state that a program has made: its counter, and the rest as long as that lives.
         self._made: tuple[Any, tuple[Any, ...]] = (lambda: None, ())
         self._right: set[Any] = set()  # kinds of states that were found to be right
@@ -185,11 +144,10 @@ class Runner:
         refuse_other_replicas(state, self.parts, self.mesh)
         if updates:
             refuse_state_of_another_step(state, self.parts, self._types_of_sync)
-        is_first = not self._is_checked
-        state = self._placed(state)
+        if updates and not self._is_checked:
+            refuse_another_optimizer(state, self.parts, self.mesh)
+        state = self._placed(state, updates=updates)
         if updates:
-            if is_first:
-                refuse_another_optimizer(state, self.parts, self.mesh)
             self.check(state)
         if kind is not None and all(map(operator.is_, leaves, jax.tree.leaves(state))):
             self._right.add(kind)
@@ -220,8 +178,10 @@ class Runner:
     def check(self, state: TrainState) -> None:
         """Raise `ValueError` for errors that only a state shows."""
         is_first = not self._is_checked
-        check_state(state, self.update, self.mesh, self.mode, self._warn, is_first=is_first)
-        self._is_checked = True
+        changes = check_state(
+            state, self.update, self.mesh, self.mode, self._warn, is_first=is_first
+        )
+        self._is_checked, self._changes = True, self._changes or changes
 
     def made(self, state: TrainState) -> TrainState:
         """Return a state that `init` has made, where the step's states lie."""
@@ -230,8 +190,11 @@ class Runner:
         self.check(state)
         return state
 
-    def _placed(self, state: TrainState) -> TrainState:
-        """Return the state where the step's states lie; the first one says where that is."""
+    def _placed(self, state: TrainState, *, updates: bool = True) -> TrainState:
+        """Return the state where the step's states lie; the first one says where that is.
+
+        One that is only evaluated may lack, or have, what an update alone needs.
+        """
         leaves = jax.tree.leaves(state)
         if any(isinstance(x, Tracer) for x in leaves):
             if not self._has_layout:
@@ -243,20 +206,19 @@ class Runner:
             layout = self.parts.layout(self.mesh, axes, specs, state.params)
             refuse_beyond(layout.axes, state, self.mesh, self.parts.axis_name)
             self._use(layout, state)
-            self.shardings = self._shardings_for(state)
             self._has_layout, self._names = True, leaf_names(state.params)
-        is_virtual, sync = isinstance(self.mesh, VirtualMesh), self.parts.sync
-        # Without devices jit compiles for each; but fragments are those of the first model.
-        if not is_virtual or (sync is not None and sync.algorithm.needs):
-            refuse_another_model(state, self._names)
-        if is_virtual:
-            return state
+        refuse_another_model(state.params, self._names)
         refuse_beyond(self.layout.axes, state, self.mesh, self.parts.axis_name)
-        if jax.tree.structure(self.shardings) != jax.tree.structure(state):
+        where = self._shardings_for(state) if self.shardings is None else self.shardings
+        if updates:
+            self.shardings = where
+        if jax.tree.structure(where) != jax.tree.structure(state):
             return state  # without what an update alone needs, or in another container
-        return jax.tree.map(self._moved, state, self.shardings)
+        return jax.tree.map(self._moved, state, where)
 
     def _moved(self, x: Any, where: NamedSharding) -> Any:
+        if isinstance(x, int | float | np.generic):
+            return x  # assigned to a hyperparameter; the update replaces it
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
         has_place = isinstance(x, jax.Array) and x.committed
@@ -273,8 +235,6 @@ class Runner:
 
     def _shardings_for(self, state: TrainState) -> Any:
         """Return where the leaves of a state lie, or shall lie where they have no place yet."""
-        if isinstance(self.mesh, VirtualMesh):
-            return None
         sync, where = self.update.sync, {"mesh": self.mesh, "axis_name": self.parts.axis_name}
         group = ReplicaGroup(self.parts.axis_name)
         if sync is not None and sync.algorithm.groups:
@@ -292,7 +252,7 @@ class Runner:
 
         def place(x: Any, otherwise: NamedSharding) -> NamedSharding:
             known = getattr(x, "sharding", None)
-            if not isinstance(known, NamedSharding) or known.mesh != self.mesh:
+            if not isinstance(known, NamedSharding) or known.mesh != device_mesh(self.mesh):
                 return otherwise
             return otherwise if known.is_fully_replicated else known
 
@@ -303,7 +263,7 @@ class Runner:
         if update.sync is not None and update.sync.algorithm.needs:
             sync = update.sync.bound(dict(self.mesh.shape), of_one(state.params))
             update = replace(update, sync=sync)
-        self.update, self.layout = update, layout
+        self.update, self.layout, self.phases.sync = update, layout, update.sync
         overlapped = None if update.sync is None else update.sync.algorithm.overlapped
         if self.mode == "host" and overlapped is not None and self._beside is None:
             self._beside = BesideSteps(overlapped, self.mesh, update.axis_name)
@@ -312,34 +272,7 @@ class Runner:
 
     def next_phase(self, state: TrainState, later: int = 0) -> Phase:
         """Return the phase of an update that is `later` updates after the next one."""
-        return self._phase(self._so_far(self.take(state)), later)
-
-    def _phase(self, so_far: UpdateCounts, later: int) -> Phase:
-        sync = self.update.sync
-        if sync is None:
-            return ()
-        return sync.algorithm.phase(so_far.updates + 1 + later, so_far.skipped)
-
-    def _so_far(self, state: TrainState) -> UpdateCounts:
-        """Return the counts of a state; read them from the device if they were not noted."""
-        counter, sync = state.step, self.update.sync
-        counts = self._counts.get(counter)
-        if counts is not None:
-            return counts
-        if isinstance(counter, Tracer | jax.ShapeDtypeStruct):
-            raise ValueError(
-                '`next_phase`, and with it every step with `mode`="host", reads the counter in '
-                "`state`, which has no value inside of jax.jit, lax.scan and the like, nor as a "
-                'shape: call it outside with arrays, or use mode="traced", whose one program '
-                "decides by itself."
-            )
-        updates, skipped = int(of_one_replica(counter)), 0
-        if sync is not None:
-            local = jax.tree.map(of_one_replica, state.exchange.local)
-            skipped = int(sync.algorithm.skipped(local, updates))
-        counts = UpdateCounts(updates, skipped)
-        self._counts.note(counts, counter)
-        return counts
+        return self.phases.next(self.take(state), later)
 
     # Batches.
 
@@ -380,11 +313,10 @@ class Runner:
         self._replace_numbers(state)
         self.placing.refuse_counted()
         task = self._update_task(state, ahead, share)
-        so_far = self._counts.get(state.step)
         if self._beside is None:
             new, metrics, carry = self.run(task, state, inputs)
         else:
-            phase, t = self.next_phase(state), self._so_far(state).updates + 1
+            phase, t = self.next_phase(state), self.phases.so_far(state).updates + 1
             is_own = self._is_own(state)
             with_result = self._beside.before(state, phase, t, is_known=is_own)
             if is_own:
@@ -395,8 +327,7 @@ class Runner:
         self.note(new)
         if inputs.window is not None and self._donates:
             forget(inputs.window)
-        if so_far is not None:  # count on the host, without reading the device
-            self._counts.note(UpdateCounts(so_far.updates + 1, so_far.skipped), new.step)
+        self.phases.advance(state, new)
         return new, metrics, carry
 
     def scan(self, state: TrainState, batches: PyTree, weight: Any) -> tuple[TrainState, Metrics]:
@@ -413,26 +344,14 @@ class Runner:
             return self._one_by_one(state, batches, weight)
         batches, weight, length = self.placing.several(batches, weight, axes)
         self._replace_numbers(state)
-        so_far = self._counts.get(state.step)
-        phases: list[Phase | None] = [None] * length
-        if self.mode == "host":
-            so_far = self._so_far(state)
-            phases = [self._phase(so_far, i) for i in range(length)]
-        found, start = [], 0
-        for phase, run in itertools.groupby(phases):
-            stop = start + len(list(run))
-            part = batches
-            if stop - start < length:
-                part = jax.tree.map(lambda x, a=start, b=stop: x[a:b], batches)
-            state, metrics = self.run(_scan(phase), state, StepInputs(part, weight))
-            found.append(metrics)
-            start = stop
-        self.ran(StepInputs(batches), found[-1])
+
+        def run(phase: Phase | None, state: TrainState, part: PyTree) -> Any:
+            return self.run(_scan(phase), state, StepInputs(part, weight))
+
+        state, metrics = self.phases.scan(state, batches, length, run)
+        self.ran(StepInputs(batches), metrics)
         self.note(state)
-        if so_far is not None:
-            counts = so_far._replace(updates=so_far.updates + length)
-            self._counts.note(counts, state.step)
-        return state, found[0] if len(found) == 1 else _joined(found)
+        return state, metrics
 
     def _one_by_one(
         self, state: TrainState, batches: PyTree, weight: Any
@@ -444,7 +363,7 @@ class Runner:
             state, inputs = self.checked_inputs(state, batch, weight, None)
             state, metrics, _ = self.run_update(state, inputs)
             found.append(jax.tree.map(lambda x: x[None], metrics))
-        return state, _joined(found)
+        return state, joined(found)
 
     def apply(self, state: TrainState, window: GradientWindow) -> tuple[TrainState, Metrics]:
         """Run one update with the gradients in a window."""
@@ -466,7 +385,7 @@ class Runner:
         )
         self._collected = share = structure, tuple(leaves)
         if inputs.window is not None:
-            room = self._counts.get(inputs.window.count) or Room(0, None)
+            room = self._rooms.get(inputs.window.count) or Room(0, None)
         else:
             # For the first batch at least: jaxlib 0.11 fails on CPU devices with empty arrays.
             room = Room(0 if self.lookup is None else max(1, num_batches), share)
@@ -479,7 +398,7 @@ class Runner:
         window, metrics, carry = self.run(task, state, inputs)
         if room.num_batches and not isinstance(window.count, Tracer):
             left = room._replace(num_batches=room.num_batches - 1) if fits else room
-            self._counts.note(left, window.count)
+            self._rooms.note(left, window.count)
         self.ran(inputs, metrics)
         return window, metrics, carry
 
@@ -498,10 +417,9 @@ class Runner:
         """Run the program of a task and return its results."""
         program = self.program(task, state, inputs)
         inputs = self.dispatched(task, state, inputs)
-        self._compared.before_run(program, task, state, inputs)
-        is_local = task.method == "updated" and not dict(task.static).get("phase")
-        if self._traffic is not None and is_local:
-            self._traffic.read(program, state, *inputs)
+        for before_run in self._readers:
+            phase = dict(task.static).get("phase")
+            before_run(program, task.method, phase, state, *inputs)
         return program(state, *inputs)
 
     def program(self, task: Task, state: TrainState, inputs: StepInputs) -> Any:
@@ -517,13 +435,14 @@ class Runner:
             )
         # Inside of another program there is no next step that might compile again.
         is_inside = isinstance(state.step, Tracer)
-        key = task, inputs.window is None, is_inside
+        key = task, jax.tree.structure(inputs.window), is_inside
         if key not in self._programs:
             where = None
             if self.shardings is not None and not is_inside:
-                where = programs.pinned(
-                    task, self.update, self.layout, self.mesh, self.shardings, inputs
-                )
+                pins = self.shardings
+                if self._changes:  # the compiler says where the optimizer's state lies
+                    pins = pins._replace(opt_state=None)
+                where = programs.pinned(task, self.update, self.layout, self.mesh, pins, inputs)
             self._programs[key] = self._build(task, self.mesh, where)
         return self._programs[key]
 
@@ -555,10 +474,11 @@ class Runner:
         state = self.take(state, runs=False)
         inputs = StepInputs(*self.placing.placed(batch, None, self.layout.data_axes))
         task = _update(phase, self._ahead)
-        if isinstance(self.mesh, VirtualMesh):
-            program = self._build(task, programs.abstract(self.mesh))
-        else:
+        traced = with_a_device_each(self.mesh)
+        if traced is self.mesh:
             program = self.program(task, state, inputs)
+        else:
+            program = self._build(task, traced)
         ready = self.dispatched(task, state, inputs, runs=False)
         return program.trace(state, *ready)
 
@@ -629,10 +549,9 @@ class Runner:
         self, state: TrainState, ahead: Ahead | None, share: Share | None = None
     ) -> Task:
         """Return the task of the next update; one program serves all phases in a traced step."""
-        phase = None
-        if self.mode == "host":
-            phase = self.next_phase(state)
-            phase = phase if self._beside is None else self._beside.phase(phase)
+        phase = self.phases.of_program(state)
+        if phase is not None and self._beside is not None:
+            phase = self._beside.phase(phase)
         return _update(phase, ahead or self._ahead, share)
 
     def _replace_numbers(self, state: TrainState) -> None:
@@ -663,9 +582,3 @@ def _collect(ahead: Ahead | None, *, fits: bool) -> Task:
     results = "window", "metrics", "carry"
     # jax warns of donated buffers that no result can reuse, as those of a window that grows.
     return Task.of("collected", results, "window" if fits else None, ahead=ahead, fits=fits)
-
-
-@jax.jit
-def _joined(metrics: list[Metrics]) -> Metrics:
-    """Return metrics of several runs of updates as one."""
-    return jax.tree.map(lambda *x: jnp.concatenate(x), *metrics)

@@ -6,21 +6,28 @@ Otherwise processes wait for each other for ever, or train on each other's garba
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from ..._support.settings import settings_of
-from ..._support.types import PyTree
-from ...mesh import AnyMesh, Description, compare_descriptions, differences, digest, is_of_host
+from ..._support.types import AxisName, Phase
+from ...mesh import (
+    AnyMesh,
+    Description,
+    MapWith,
+    compare_descriptions,
+    differences,
+    digest,
+    is_of_host,
+)
 from ...transform import phase_name
 from .._batches import Comparisons, Verdict, is_of_processes
-from ._gradients import StepInputs
-from ._programs import Task
+from ._local_traffic import LocalTraffic
 
 # What differs between processes in the text of equal programs: addresses, and the order of sets.
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
@@ -97,20 +104,32 @@ def _text_of(value: Any) -> str:
 # Programs.
 
 
+def readers_of_programs(
+    mesh: AnyMesh, axis_name: AxisName, map_with: MapWith, *, is_silent: bool
+) -> list[Callable[..., None]]:
+    """Return what is called before each run of a program, with its name, phase and arguments.
+
+    That is nothing for one process whose local steps cannot send; see `LocalTraffic`.
+    """
+    traffic = LocalTraffic(mesh, axis_name, map_with, is_silent=is_silent)
+    compared = [ComparedPrograms(mesh).before_run] if is_of_processes(mesh) else []
+    return [*compared, *([traffic.before_run] if traffic.may_send else [])]
+
+
 class ComparedPrograms:
     """The programs of a step that its processes have compared, each before its first run.
 
-    A program is new by its task and by the structure and the types of its inputs.
+    A program is new by itself and by the structure and the types of its inputs.
 
     Args:
       mesh: the mesh of the step.
     """
 
-    def __init__(self, mesh: AnyMesh) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._comparisons = mesh, Comparisons("program")
         self._seen: set[Any] = set()
 
-    def before_run(self, program: Any, task: Task, state: PyTree, inputs: StepInputs) -> None:
+    def before_run(self, program: Any, name: str, phase: Phase | None, *args: Any) -> None:
         """Raise `ValueError` on every process if a new program differs between processes.
 
         A process that does not report in time is named in a warning. Nothing is compared inside of
@@ -118,22 +137,20 @@ class ComparedPrograms:
 
         Args:
           program: the jitted program, which is traced; its call does not trace it again.
-          task: the task of the program.
-          state: the state that the program takes.
-          inputs: the inputs that it takes.
+          name: name of what the program does.
+          phase: the phase of its updates; None if it decides itself, or has none.
+          *args: the state that the program takes, and its inputs.
 
         Communication: none with one process, and for programs that were compared before; else one
           message of each process to the coordinator, and one back.
         """
-        if not is_of_processes(self._mesh):
-            return
+        state, *inputs = args
         leaves, structure = jax.tree.flatten(inputs)
-        key = program, structure, *((x.shape, x.dtype) for x in leaves)
+        key = program, structure, *map(jax.typeof, leaves)
         if key in self._seen or any(isinstance(x, Tracer) for x in (state.step, *leaves)):
             return
-        phase = dict(task.static).get("phase")
-        name = f"`{task.method}`" + ("" if phase is None else f" of phase {phase_name(phase)!r}")
-        lines = program_lines(name, program.trace(state, *inputs))
+        name = f"`{name}`" + ("" if phase is None else f" of phase {phase_name(phase)!r}")
+        lines = program_lines(name, program.trace(*args))
         late = (
             f"step: before the first run of {name} {{who}} its program, so programs were not "
             "compared, and training goes on. Either it is late, or it runs another program: then "

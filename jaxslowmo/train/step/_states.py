@@ -31,8 +31,10 @@ def check_state(
     warn: Callable[[str], None],
     *,
     is_first: bool,
-) -> None:
+) -> bool:
     """Check a step's transforms with its state: raise `ValueError`, or warn.
+
+    Return whether an update is known to change the structure of the optimizer's state.
 
     Args:
       state: a state of the step.
@@ -46,7 +48,7 @@ def check_state(
     """
     sync = parts.sync
     refuse_untrainable(parts.dense(state.params))
-    check_transforms(state, parts, mesh, mode, is_first=is_first)
+    changes = check_transforms(state, parts, mesh, mode, is_first=is_first)
     computes = None if parts.policy is None else parts.policy.compute
     if computes == "float16" and loss_scale_of(state.opt_state) is None:
         warn(
@@ -65,6 +67,7 @@ def check_state(
                     f"`sync` also exchanges in between, where {known.between}. Make `sync_every` a "
                     f"multiple of its period, or {known.instead}."
                 )
+    return changes
 
 
 def of_one_replica(x: Any) -> Any:
@@ -171,15 +174,12 @@ def refuse_another_optimizer(state: TrainState, parts: Parts, mesh: AnyMesh) -> 
     """Raise `ValueError` if the optimizer's state has other leaves than the step's own makes.
 
     An optimizer that holds a transform of this package, whose buffers depend on more than the
-    parameters, is not compared, nor one whose `init` needs more than them.
+    parameters, is not compared.
     """
     params, held = parts.dense(state.params), parts.dense(state.opt_state)
     if holds_state(held, "parameters") or holds_state(held, "gradients"):
         return
-    axis = parts.axis_name
-    types = state_types(parts.optimizer, params, mesh=mesh, axis_name=axis)
-    if types is None:
-        return
+    types = state_types(parts.optimizer, params, mesh=mesh, axis_name=parts.axis_name)
     needs, has = (set(leaf_names(x)) for x in (types, held))
     for names, text in ((needs - has, "needs"), (has - needs, "has no use for")):
         if names:
@@ -190,9 +190,9 @@ def refuse_another_optimizer(state: TrainState, parts: Parts, mesh: AnyMesh) -> 
             )
 
 
-def refuse_another_model(state: TrainState, names: Sequence[str]) -> None:
+def refuse_another_model(params: PyTree, names: Sequence[str]) -> None:
     """Raise `ValueError` for parameters with other names than the first ones of the step."""
-    found = leaf_names(state.params)
+    found = leaf_names(params)
     if found != names:
         others = sorted({*found} ^ {*names})[:6]
         raise ValueError(
@@ -274,9 +274,9 @@ def first_array(tree: PyTree) -> Any:
 def refuse_beyond(
     axes: frozenset[str], state: TrainState, mesh: AnyMesh, axis_name: AxisName
 ) -> None:
-    """Raise `ValueError` if state is sharded over axes over which no parameter is.
+    """Raise `ValueError` if state is sharded over axes inside a replica that are mapped.
 
-    A program would gather it on all devices along those axes, and return it unsharded.
+    There each device has all of it. `axes` are those that the compiler handles.
     """
     for part in ("opt_state", "model_state"):
         tree = getattr(state, part)
@@ -288,9 +288,8 @@ def refuse_beyond(
             if model_axes(leaf, mesh, axis_name) - axes
         )
         raise ValueError(
-            f"`state`: `{part}` must not be sharded over axes inside a replica over which no "
-            f"parameter is, got {name!r} as {leaf.sharding.spec} and no parameter over "
-            f"{beyond}: a step would make it whole on every device. Shard parameters over "
-            "these axes too (FSDP; state that mirrors them follows), or leave it whole. "
+            f"`state`: `{part}` must not be sharded over axes inside a replica that `gradients` "
+            f"or a `local_axis_name` maps, got {name!r} as {leaf.sharding.spec}: over {beyond} a "
+            "step makes it whole on every device. Name other axes there, or leave it whole. "
             "js.slowmo and js.diloco shard what they keep by themselves."
         )

@@ -12,7 +12,6 @@ from ...embedding import WithTables
 from ...mesh import Shares, consensus, describe, replicate_as
 from ...tracing import state_types
 from ...transform import init as make_states
-from ...transform import phase_name
 from ...tree import check_arrays
 from .._batches import HostBatch
 from .._train_state import StepExchange, TrainState, started
@@ -99,8 +98,7 @@ class TrainStep:
 
     def phase(self, t: int) -> Phase:
         """Return the phase of update t = 1, 2, ...: the exchanges of `sync`; `()` without one."""
-        sync = self._runner.update.sync
-        return () if sync is None else sync.phase(t)
+        return self._runner.phases.of(t)
 
     def next_phase(self, state: TrainState, later: int = 0) -> Phase:
         """Return the phase of the update that `step(state, batch)` does, as a host value.
@@ -377,12 +375,4 @@ class TrainStep:
         own programs are traced, so its first updates need not trace them again. A batch of arrays
         is as in a call, one of shapes is the whole batch, also with several processes.
         """
-
-        def trace(phase: Phase | None) -> jax.stages.Traced:
-            return self._runner.traced(state, batch, phase)
-
-        if self.mode == "traced":
-            return {None: trace(None)}
-        if (sync := self._runner.update.sync) is None:
-            return {"every": trace(())}
-        return {phase_name(p): trace(p) for p in sync.phases()}
+        return self._runner.phases.by_name(lambda phase: self._runner.traced(state, batch, phase))

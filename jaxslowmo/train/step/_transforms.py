@@ -22,6 +22,7 @@ from ...transform import (
     known_states,
     over_stages,
     spec_of,
+    takes_extra,
 )
 from ...tree import leaf_names, parts_of
 from .._train_state import TrainState
@@ -143,8 +144,10 @@ def checked_gradients(
 
 def check_transforms(
     state: TrainState, parts: Parts, mesh: AnyMesh, mode: str, *, is_first: bool
-) -> None:
+) -> bool:
     """Check the `gradients` and `optimizer` of a step by their states.
+
+    Return whether an update is known to change the structure of the optimizer's state.
 
     Args:
       state: a state of the step; only the states of gradient transform and optimizer are used.
@@ -181,6 +184,7 @@ def check_transforms(
             )
     # States of transforms that declare nothing, which may hold a transform of this library.
     unknown = {name: spec_of(tx).unknown(tx_state) for name, (tx, tx_state) in members.items()}
+    changes = False
     if is_first:
         params = parts.dense(state.params)
         inside = tuple(a for a in parts.inner_axes if mesh.shape[a] > 1)
@@ -190,13 +194,19 @@ def check_transforms(
             if not unknown[name] and not any(jax.tree.leaves(leaves)):
                 continue
             facts = read_update(
-                *(tx, params, tx_state), mesh=mesh, axis_name=parts.axis_name, differing=leaves
+                *(tx, params, tx_state),
+                mesh=mesh,
+                axes=parts.mapped_axes,
+                differing=leaves,
+                extra=takes_extra(tx_state),
             )
             if facts is None:
                 leaves = jax.tree.map(lambda _: frozenset(), params)
                 continue
             _check_facts(name, facts, axes, inside)
             leaves = facts.updates
+            if name == "optimizer":
+                changes = jax.tree.structure(facts.state) != jax.tree.structure(tx_state)
         averaged = _axes_of(parts.gradients) | _axes_of(parts.optimizer)
         needed = tuple(a for a in mesh.axis_names if a in averaged.union(inside))
         _check_reduced(leaves, inside, needed)
@@ -230,6 +240,7 @@ def check_transforms(
             f"gradients=js.all_reduce_gradients({axis!r}), sync=js.local_sgd({axis!r}) or such, "
             'js.gradient_transform(...) of what averages gradients by itself, or sync="none".'
         )
+    return changes
 
 
 def _check_facts(

@@ -72,7 +72,6 @@ class Pending(NamedTuple):
     takes: jax.Array | None  # () bool, whether this replica changes its own state; None: it does
     rate: jax.Array | None  # learning rate that the optimizer used, if `sync` needs it
     step: jax.Array  # number of this update
-    rng: jax.Array  # the key of the state after it
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Update(Parts):
             return self.prepared(state, StepInputs(*inputs), **static)
 
         def gather(state: TrainState, *inputs: Any) -> Any:
-            gradients, metrics = self.gathered(keyed(state)[0], StepInputs(*inputs))
+            gradients, metrics = self.gathered(keyed(state), StepInputs(*inputs))
             return gradients._replace(data=None), metrics  # the batches stay where they are
 
         def prepare_with(state: TrainState, gathered: Any, *inputs: Any) -> Any:
@@ -156,10 +155,10 @@ class Update(Parts):
         `gathered` has returned, if it ran before. The third result is what `completed` needs:
         nothing.
         """
-        now, then = keyed(state)
+        now = keyed(state)
         gradients, metrics = gathered or self.gathered(now, inputs)
         reduced = self.reduced(now, gradients, inputs.batch if like is None else like)
-        pending = self.optimized(now, reduced, gradients)._replace(rng=then.rng)
+        pending = self.optimized(now, reduced, gradients)
         return pending, joined(metrics, scale_metrics(state.opt_state, pending.optimizer_state)), ()
 
     def completed(
@@ -258,7 +257,6 @@ class Update(Parts):
             takes=None if own_weight is None else own_weight > 0,
             rate=rate,
             step=increment(state.step),
-            rng=state.rng,
         )
 
     def exchanged(
@@ -275,6 +273,7 @@ class Update(Parts):
         model_state, optimizer_state = update.model_state, update.optimizer_state
         params, updates, local = state.params, update.updates, state.exchange.local
         if self.sync is None:
+            params = apply_exactly(params, updates)
             with phase_scope(EVERY_PHASE):
                 if averages:
                     means = ReplicaGroup(self.axis_name, stacked=stacked).mean(
@@ -287,11 +286,12 @@ class Update(Parts):
                 # An exchange leaves out the update of a replica without weight, so it comes before.
                 params = as_before_if(~update.follows, apply_exactly(params, updates), params)
                 updates = zero_if(update.follows, updates)
-            updates, means, after, optimizer_state = self.sync.exchange(
+            params, means, after, optimizer_state = self.sync.exchange(
                 updates,
                 statistics(model_state) if averages else [],
                 ExchangeState(count - 1, local, shared),
                 params,
+                sets_params=True,
                 moments=optimizer_state,
                 init=self.optimizer.init,
                 part=self.dense,
@@ -304,10 +304,10 @@ class Update(Parts):
                 model_state = with_statistics(model_state, means)
         new = TrainState(
             step=update.step,
-            params=apply_exactly(params, updates),
+            params=params,
             opt_state=optimizer_state,
             model_state=model_state,
-            rng=update.rng,
+            rng=state.rng,
             exchange=StepExchange(local, (), update.gradients_state),
         )
         return new, shared
@@ -316,17 +316,17 @@ class Update(Parts):
 
     def opened(self, state: TrainState, inputs: StepInputs, *, num_batches: int) -> GradientWindow:
         """Return an empty window for the next update; see `BatchGradients.opened`."""
-        return self.batches.opened(keyed(state)[0], inputs, num_batches=num_batches)
+        return self.batches.opened(keyed(state), inputs, num_batches=num_batches)
 
     def collected(
         self, state: TrainState, inputs: StepInputs, *, fits: bool
     ) -> tuple[GradientWindow, Metrics, None]:
         """Add a batch to a window; see `BatchGradients.collected`. Nothing is carried on."""
-        return *self.batches.collected(keyed(state)[0], inputs, fits=fits), None
+        return *self.batches.collected(keyed(state), inputs, fits=fits), None
 
     def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
         """Return the metrics of a forward pass; see `BatchGradients.evaluated`."""
-        return self.batches.evaluated(keyed(state)[0], inputs)
+        return self.batches.evaluated(keyed(state), inputs)
 
     def arguments(
         self, state: TrainState, inputs: StepInputs, *, collects: bool, parts: int
@@ -336,13 +336,13 @@ class Update(Parts):
         That is parameters and batch, keys, and model state. The first two are None if they need no
         cast: the caller uses its own arrays, so the program need not copy them.
         """
-        keys, seen = self.batches.arguments(keyed(state)[0], inputs, collects=collects, parts=parts)
+        keys, seen = self.batches.arguments(keyed(state), inputs, collects=collects, parts=parts)
         if self.policy is None:
             return None, None, keys, seen
         return self.policy.cast(state.params), self.policy.cast(inputs.batch), keys, seen
 
 
-def keyed(state: TrainState) -> tuple[TrainState, TrainState]:
-    """Return `state` with the key of its update, and with the key for the state after it."""
-    rng, key = jax.random.key_data(jax.random.split(jax.random.wrap_key_data(state.rng)))
-    return state._replace(rng=key), state._replace(rng=rng)
+def keyed(state: TrainState) -> TrainState:
+    """Return `state` with the key of its next update, which only a loss that draws computes."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
+    return state._replace(rng=jax.random.key_data(key))

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec as P
 
@@ -29,7 +28,7 @@ from ...gradients.precision import (
 from ...gradients.reducer import ReadyOrder
 from ...gradients.sparse import WithRows, mean_rows
 from ...mesh import AnyMesh
-from ...transform import StackedReplicas, note_followed, run_if, spec_of, unless_idle
+from ...transform import StackedReplicas, note_followed, spec_of, unless_idle
 from ...tree import all_finite, parts_of
 from .._train_state import TrainState
 from ._gradients import (
@@ -44,7 +43,7 @@ from ._gradients import (
     statistics_before_if,
 )
 from ._optimized import Averaging
-from ._parts import Layout, with_layouts
+from ._parts import Layout
 from ._transforms import check_optimizer_with_tables
 from ._update import Pending, Reduced, Update, keyed
 
@@ -143,7 +142,7 @@ class UpdateWithTables(Update):
 
         The third result is the request of the next batch, and the rows that have changed.
         """
-        now, then = keyed(state)
+        now = keyed(state)
 
         def inside(local: Local, inputs: StepInputs) -> tuple[Done, Any, Metrics, Carry | None]:
             counts: Metrics = {}
@@ -161,7 +160,6 @@ class UpdateWithTables(Update):
         tables = self.lookup.embeddings.specs, self.lookup.embeddings.optimizer_specs
         out = Done._make(("shared", *tables)), "device", "shared", "device"
         done, changed, metrics, following = self._on_devices(inside, now, inputs, out)
-        done = done._replace(pending=done.pending._replace(rng=then.rng))
         after = done.pending.optimizer_state
         metrics = joined(metrics, scale_metrics(self.dense(state.opt_state), after))
         return done, metrics, (following, changed)
@@ -205,7 +203,7 @@ class UpdateWithTables(Update):
             inputs = self._requested(local, inputs)
             return self.batches.opened(local.dense, inputs, num_batches=num_batches)
 
-        return self._on_devices(inside, keyed(state)[0], inputs, WINDOW_ROLES)
+        return self._on_devices(inside, keyed(state), inputs, WINDOW_ROLES)
 
     def collected(
         self, state: TrainState, inputs: StepInputs, *, fits: bool, ahead: Ahead
@@ -221,7 +219,7 @@ class UpdateWithTables(Update):
             return window, joined(metrics, inputs.batch.counts), following
 
         out = WINDOW_ROLES, "shared", "device"
-        return self._on_devices(inside, keyed(state)[0], inputs, out)
+        return self._on_devices(inside, keyed(state), inputs, out)
 
     def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
         """Return the metrics of a forward pass."""
@@ -229,7 +227,7 @@ class UpdateWithTables(Update):
         def inside(local: Local, inputs: StepInputs) -> Metrics:
             return self.batches.evaluated(local.dense, self._requested(local, inputs))
 
-        return self._on_devices(inside, keyed(state)[0], inputs, "shared")
+        return self._on_devices(inside, keyed(state), inputs, "shared")
 
     def asked(self, state: TrainState, inputs: StepInputs, *, ahead: Ahead) -> Carry | None:
         """Start the lookup of a batch without a step; of a carry, read its rows in this state."""
@@ -318,41 +316,15 @@ class UpdateWithTables(Update):
         phase: Phase | None,
         stacked: StackedReplicas,
     ) -> tuple[TrainState, PyTree]:
-        """Return a replica's state, and the shared state, after the exchange.
+        """Return a replica's state, and the shared state, after the exchange of parameters.
 
-        If the program decides what is due, all of the exchange of tables is in one branch of a
-        conditional. The other branch leaves them in place, so that the cost of local steps does not
-        grow with their number.
+        Tables take part as they are after their update.
         """
-
-        def exchange(
-            both: tuple[TrainState, PyTree, Done], phase: Phase | None = phase
-        ) -> tuple[TrainState, PyTree]:
-            return self._exchanged_in(*both, count, phase, stacked)
-
-        alone = partial(exchange, phase=())
-        moves_tables = self._moves_tables(count, phase)
-        return run_if(moves_tables, exchange, alone, (state, shared, update), axes=())
-
-    def _exchanged_in(
-        self,
-        state: TrainState,
-        shared: PyTree,
-        done: Done,
-        count: jax.Array,
-        phase: Phase | None,
-        stacked: StackedReplicas,
-    ) -> tuple[TrainState, PyTree]:
-        """Return the state after an exchange; the updates of tables in it are zeros."""
-        pending, tables, tables_state = done
-        params = WithTables(state.params.dense, tables)
-        updates = WithTables(pending.updates, jax.tree.map(jnp.zeros_like, tables))
+        pending, tables, tables_state = update
+        state = state._replace(params=WithTables(state.params.dense, tables))
+        updates = WithTables(pending.updates, jax.tree.map(lambda _: None, tables))
         pending = pending._replace(updates=updates)
-        state = state._replace(params=params)
         new, shared = super().exchanged(state, shared, pending, count, phase, stacked)
-        if self.sync is None or phase == ():
-            # No exchange has changed them. Reusing the arrays writes nothing of their size.
-            new = new._replace(params=WithTables(new.params.dense, tables))
         return new._replace(opt_state=WithTables(new.opt_state, tables_state)), shared
 
     def _moves_tables(self, count: jax.Array, phase: Phase | None) -> bool | jax.Array:
@@ -398,11 +370,16 @@ class UpdateWithTables(Update):
                 "no tree like the parameters. Call the step."
             )
 
-        return with_layouts(optax.GradientTransformationExtraArgs(init, update))
+        return optax.GradientTransformationExtraArgs(init, update)
 
     def stacked(self, params: PyTree, seed: int, mesh: AnyMesh) -> WithTables:
         """Return dense parameters and tables of all replicas; tables that are not given are new."""
         return self.lookup.stacked(params, seed, mesh=mesh, axis_name=self.axis_name)
+
+    @property
+    def maps_inner_axes(self) -> bool:
+        """True: rows of tables are looked up for the examples of one device."""
+        return True
 
     def layout(
         self, mesh: AnyMesh, axes: frozenset[str], specs: PyTree | None, params: PyTree

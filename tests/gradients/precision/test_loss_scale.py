@@ -169,6 +169,30 @@ AROUND = {
 }
 
 
+@pytest.mark.parametrize("overflows", [False, True])
+def test_an_optimizer_may_map_over_axes_of_its_own(mesh_of, overflows):
+    """Their collectives bind axes that the wrapper does not have."""
+    mesh, sharded = mesh_of({"replica": 2, "fsdp": 4}), jax.sharding.PartitionSpec("fsdp")
+
+    def normed(x):
+        total = jax.lax.psum(jnp.sum(jnp.abs(x)), "fsdp")
+        return jnp.where(total > 0, x / total, x)
+
+    def update(grads, params):
+        how = {"in_specs": sharded, "out_specs": sharded, "axis_names": {"fsdp"}}
+        return jax.tree.map(jax.shard_map(normed, **how), grads)
+
+    tx = js.dynamic_loss_scale(optax.chain(optax.stateless(update), optax.sgd(1.0)))
+    step = js.make_train_step(
+        lambda p, b: jnp.sum(p["w"]) * jnp.mean(b),
+        tx, mesh=mesh, sync=js.local_sgd("replica", sync_every=1),
+    )  # fmt: skip
+    where = jax.NamedSharding(mesh, sharded)
+    state = step.init({"w": jax.device_put(np.ones(8, np.float32), where)})
+    state, _ = step(state, np.full(8, np.inf if overflows else 1.0, np.float32))
+    np.testing.assert_allclose(state.params["w"], 1.0 if overflows else 7 / 8)
+
+
 def test_the_scale_is_found_wherever_the_wrapper_stands():
     for name, tx in AROUND.items():
         state = tx.init(PARAMS)

@@ -92,7 +92,8 @@ def test_copies_move_with_the_parameters(apart, name):
     for leaf in PARAMS:
         moved = np.asarray(state.params[leaf]) - np.asarray(apart.params[leaf])
         assert np.abs(moved).max() > 1e-3
-        np.testing.assert_allclose(after[leaf] - before[leaf], moved, atol=2e-6, err_msg=leaf)
+        followed = np.asarray(after[leaf]) - np.asarray(before[leaf])
+        np.testing.assert_allclose(followed, moved, atol=2e-6, err_msg=leaf)
         if name == "sharded":
             assert after[leaf].sharding.spec[:2] == ("replica", "fsdp")
 

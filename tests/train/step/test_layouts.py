@@ -92,21 +92,54 @@ def test_several_steps_on_one_state(mesh_of):
 
 
 @pytest.mark.parametrize(("part", "leaf"), [("opt_state", "0/mu/w"), ("model_state", "mean")])
-def test_state_that_is_sharded_where_no_parameter_is_is_refused(mesh_of, part, leaf):
-    """A program holds such state whole, so ZeRO-1 by sharding would be undone after one step."""
+@pytest.mark.parametrize("named", [False, True])
+def test_state_may_be_sharded_where_no_parameter_is(mesh_of, part, leaf, named):
+    """As in ZeRO-1, and it stays so; but not over an axis that is mapped, where it is whole."""
     mesh = mesh_of({"replica": 4, "fsdp": 2})
     fn = lambda p, b, *, model_state: (loss(p, b), ({}, model_state))  # noqa: E731
-    step = step_of(mesh, js.local_sgd("replica"), optax.adam(0.1), fn)
+    sync = js.local_sgd("replica", local_axis_name="fsdp" if named else None)
+    step, other = (step_of(mesh, sync, optax.adam(0.1), fn) for _ in range(2))
     state = step.init(PARAMS, model_state={"mean": np.zeros(4, np.float32)})
+    split = NamedSharding(mesh, P("replica", "fsdp"))
 
     def moved(path, x):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        return jax.device_put(x, NamedSharding(mesh, P("replica", "fsdp"))) if name == leaf else x
+        return jax.device_put(x, split) if name == leaf else x
 
     changed = jax.tree_util.tree_map_with_path(moved, getattr(state, part))
-    other = step_of(mesh, js.local_sgd("replica"), optax.adam(0.1), fn)
-    with pytest.raises(ValueError, match=f"`{part}`.*'{leaf}'.*'fsdp'"):
-        other(state._replace(**{part: changed}), BATCH)
+    changed = state._replace(**{part: changed})
+    if named:
+        with pytest.raises(ValueError, match=f"`{part}`.*'{leaf}'.*'fsdp'"):
+            other(changed, BATCH)
+        return
+    for _ in range(2):
+        changed, _ = other(changed, BATCH)
+        state, _ = step(state, BATCH)
+        found = jax.tree_util.tree_leaves_with_path(getattr(changed, part))
+        lies = {jax.tree_util.keystr(k, simple=True, separator="/"): x.sharding for k, x in found}
+        assert lies[leaf].is_equivalent_to(split, 2)
+        for a, b in zip(*map(jax.tree.leaves, (changed, state)), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("make", [js.virtual_mesh, js.make_mesh])
+def test_an_optimizer_may_add_to_its_state_in_the_first_update(make):
+    """As one that keeps measurements under their names."""
+
+    def update(grads, state, params=None):
+        return grads, {"norm": optax.tree.norm(grads)}
+
+    noting = optax.GradientTransformation(lambda params: {}, update)
+    mesh = make({"replica": 4})
+    step, plain = (
+        step_of(mesh, js.local_sgd("replica"), optimizer)
+        for optimizer in (optax.chain(noting, optax.adam(0.1)), optax.adam(0.1))
+    )
+    state, other = step.init(PARAMS), plain.init(PARAMS)
+    for _ in range(3):
+        (state, _), (other, _) = step(state, BATCH), plain(other, BATCH)
+    assert state.opt_state[0]["norm"].shape == (4,)
+    jax.tree.map(np.testing.assert_array_equal, state.params, other.params)
 
 
 @pytest.mark.parametrize("back", [np.asarray, lambda x: jax.numpy.asarray(np.asarray(x))])

@@ -66,6 +66,8 @@ def test_means_of_all_kinds(how, kind):
     """A mean of integers is a float, and one of complex numbers has both parts."""
     axes = {"replica": 2} | ({"device": 2} if how == "devices" else {})
     options = {"accumulate": 2} if how == "microbatches" else {}
+    if how == "devices":
+        options["gradients"] = js.all_reduce_gradients("device")
 
     def metrics(batch):
         total = batch.sum()

@@ -50,7 +50,8 @@ def rows(*values):
 def test_metrics_are_means_and_counters_those_of_the_first_device():
     """Of metrics of every type, over the devices and microbatches of a replica."""
     axes, replicas = {"replica": 2, "device": 2}, 2
-    _, state, metrics, _ = trained(local, BATCHES, "mesh", axes, accumulate=2)
+    each = {"gradients": js.all_reduce_gradients("device"), "accumulate": 2}
+    _, state, metrics, _ = trained(local, BATCHES, "mesh", axes, **each)
     parts = BATCHES.reshape(3, replicas, 2, 2, -1, 3)
     positive = (parts > 0).sum((-1, -2))
     np.testing.assert_array_equal(state.model_state["n"], positive[:, :, 0].sum((0, 2)))

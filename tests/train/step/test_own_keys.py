@@ -57,6 +57,7 @@ PLACES = {
 def test_no_two_draws_of_a_run_have_one_key(place, kind):
     """Over replicas, devices, microbatches, batches of a window and updates; of state and step."""
     axes, axis_name = PLACES[place]
+    inside = tuple(a for a in axes if a not in ("node", "replica"))
     seen = []
 
     def record(words):
@@ -73,6 +74,7 @@ def test_no_two_draws_of_a_run_have_one_key(place, kind):
         drawn,
         optax.sgd(0.1),
         sync=js.local_sgd(axis_name),
+        gradients=js.all_reduce_gradients(inside),  # so each device has examples of its own
         mesh=MESHES[kind](axes),
         axis_name=axis_name,
         accumulate=2,

@@ -19,6 +19,7 @@ OPTIONS = {
     "batches": [1, 2, 4],
     "weighted": [False, True],
     "devices": [1, 2],
+    "named": [False, True],  # whether a loss sees the examples of one device, or of the replica
     "dtypes": [("float32",), ("float16", "float32"), ("bfloat16",), ("bfloat16", "float32")],
     "kind": ["virtual", "devices"],
 }
@@ -58,7 +59,10 @@ def expected(run, x, mask, replica, batches):
         else:
             grads += weight * each.mean((0, 1, 2))
             of_grads += weight
-        others += weight * np.array([each[:, :, 0, 0].mean(), marks.sum(2).mean()])
+        seen = (each[:, :, 0, 0], marks.sum(2))
+        if not run["named"]:
+            seen = (each[0, :, 0, 0], marks.sum((0, 2)))
+        others += weight * np.array([value.mean() for value in seen])
         whole += weight
     grads, others = grads / (of_grads or 1.0), others / (whole or 1.0)
     metrics = {"loss": len(run["dtypes"]) * START @ grads, "first": others[0], "marked": others[1]}
@@ -93,6 +97,9 @@ def test_as_numpy(run):
         lambda params, batch: fn(params, batch, pairs=run["pairs"]),
         optax.sgd(1.0),
         sync="none",
+        gradients=js.all_reduce_gradients("device")
+        if run["named"] and run["devices"] > 1
+        else None,
         mesh=make({"replica": REPLICAS, "device": run["devices"]}),
         accumulate=run["accumulate"],
         donate=False,

@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 import torch
-from jax._src import cloud_tpu_init, xla_bridge
+
+from jaxslowmo._support.private_jax import has_devices, leave_out_missing_tpu
 
 from ...errors import describe
 from ...master import MasterModel
@@ -28,7 +29,7 @@ def _count_compilations(event: str, duration_secs: float, **_: Any) -> None:
 
 def is_started() -> bool:
     """Return whether this process has devices of jax."""
-    return xla_bridge.backends_are_initialized()
+    return has_devices()
 
 
 def open_devices(num_devices: int | None) -> list[Any]:
@@ -40,9 +41,8 @@ def open_devices(num_devices: int | None) -> list[Any]:
     Raises:
       ValueError: there are not exactly `num_devices` devices.
     """
-    if not cloud_tpu_init.running_in_cloud_tpu_vm and jax.config.values["jax_platforms"] is None:
-        # Without a TPU an installed libtpu only prints long warnings.
-        xla_bridge._backend_factories.pop("tpu", None)
+    if jax.config.values["jax_platforms"] is None:
+        leave_out_missing_tpu()  # it would only print long warnings
     is_set = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if num_devices is not None and not is_set and jax.config.values["jax_num_cpu_devices"] < 0:
         jax.config.update("jax_num_cpu_devices", num_devices)

@@ -6,8 +6,10 @@
 import warnings
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import jaxslowmo as js
 from train.step.tables import DENSE, REPLICAS, SIZES, batches, embeddings, loss, step_of, whole
@@ -34,6 +36,47 @@ def test_no_gradient_of_a_table_exists():
     assert own == (1 << 19) // 4 * 16 * 4
     assert memory.alias_size_in_bytes >= own
     assert memory.temp_size_in_bytes < own / 50
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "limit"),
+    [
+        ("local_sgd", {"virtual": 2}, 0.05),
+        ("local_sgd", {"replica": 8}, 0.05),
+        ("local_sgd", {"replica": 4, "shard": 2}, 0.05),
+        # Shards of the anchor's mean and of its step; with a base one conditional inside another
+        # copies a device's tables once.
+        ("diloco", {"replica": 8}, 2 / 8 + 0.01),
+        ("slowmo", {"replica": 8}, 1 + 1 / 8),
+    ],
+)
+def test_memory_of_a_step_that_decides_what_is_due(name, axes, limit):
+    """Tables stay where they are in local updates, and are averaged block by block."""
+    is_virtual, shards = "virtual" in axes, axes.get("shard", 1)
+    mesh = js.virtual_mesh({"replica": 2}) if is_virtual else js.make_mesh(axes)
+    made = js.embeddings(
+        {"item": js.Table(shards << 18, 16)},
+        axis_name="shard" if shards > 1 else None,
+        optimizer=js.rowwise_sgd(0.1),
+    )
+    sync = {
+        "local_sgd": js.local_sgd("replica", sync_every=8),
+        "slowmo": js.slowmo("replica", sync_every=8, base=js.local_sgd("replica", sync_every=4)),
+        "diloco": js.diloco("replica", sync_every=8),
+    }[name]
+
+    def own_loss(params, batch, *, embedded):
+        return jnp.mean((embedded["item"].sum(-1) * params["w"] - batch["y"]) ** 2)
+
+    step = js.make_train_step(
+        own_loss, optax.sgd(0.3), mesh=mesh, embeddings=made, sync=sync, mode="traced"
+    )
+    state = step.init({"w": np.float32(1)})
+    batch = {"item": np.zeros(64, np.int32), "y": np.zeros(64, np.float32)}
+    memory = step.compiled(state, batch).memory_analysis()
+    own = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(state.params.tables))
+    assert memory.alias_size_in_bytes >= own
+    assert memory.temp_size_in_bytes < limit * own
 
 
 def test_tables_of_ones_own_and_the_order_of_dense_gradients():

@@ -19,9 +19,9 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._support.types import PyTree
-from ..tree import leaf_names
-from ._programs import CALLS, Loop, interpret, loss_arguments
+from ..._support.types import PyTree
+from ...tracing import CALLS, Loop, interpret, loss_arguments
+from ...tree import leaf_names
 
 Kind = Literal["element-wise", "leaf-wise", "mixing"]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import jaxslowmo as js
-from jaxslowmo.tracing import ProgramReader
+from jaxslowmo.pipeline.model._transform_reader import ProgramReader
 from recipes.optax_cases import CASES
 from support.promotion import promoting
 
