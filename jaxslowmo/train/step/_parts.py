@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import optax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import AxisName, PyTree
@@ -200,9 +201,15 @@ class Parts:
         """Return the layout of states whose parameters have these specs over these axes."""
         replicas = axis_names(self.axis_name)
         free = [a for a in mesh.axis_names if a not in {*replicas, *axes}]
-        inner = tuple(a for a in free if self.maps_inner_axes or a in self.named_axes)
-        if self.map_with == "vmap":
-            inner = ()
+        mapped = self.named_axes
+        if has_a_device_each(mesh):  # of Explicit axes a loss would have to know the layout
+            types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+            mapped |= {name for name, kind in types if kind == AxisType.Explicit}
+        # XLA of jax 0.12 aborts on `table[ids]` where parameters and examples are sharded over
+        # different axes that are the compiler's, inside of a map over the replicas.
+        if axes or self.maps_inner_axes:
+            mapped |= {*free}
+        inner = () if self.map_with == "vmap" else tuple(a for a in free if a in mapped)
         free = tuple(a for a in free if a not in inner)
         if free and specs is None and params is not None and has_a_device_each(mesh):
             specs = jax.tree.map(lambda _: P(), params)
