@@ -3,8 +3,10 @@
 from ._coded import mean_in_codec as mean_in_codec
 from ._coded import scatter_mean_in_codec as scatter_mean_in_codec
 from ._means import all_mean as all_mean
+from ._means import block_sizes as block_sizes
 from ._means import coded_mean as coded_mean
 from ._means import in_blocks as in_blocks
+from ._means import is_in_blocks as is_in_blocks
 from ._means import mean_beside as mean_beside
 from ._means import quotient as quotient
 from ._means import relative_weight as relative_weight

@@ -63,30 +63,52 @@ _LARGE = 1 << 24  # bytes from which an array is exchanged block by block on CPU
 _NUM_BLOCKS = 64
 
 
-def in_blocks(x: jax.Array, exchange: Callable[[jax.Array], jax.Array]) -> jax.Array:
-    """Return `exchange(x)`; on CPU a large `x` is exchanged in place, block by block.
+def is_in_blocks(x: Any) -> bool:
+    """Return whether an array, or one of this type, is exchanged block by block; see `in_blocks`.
 
-    There a collective writes its result apart from its operand (jaxlib 0.10), which takes memory of
-    the size of `x`; on TPU it is written where the operand lies. Where jax tracks the axes that
-    values vary over, `x` is exchanged as a whole: a loop cannot change the type of what it carries.
+    That is on CPU from 16 MiB. There a collective writes its result apart from its operand (jaxlib
+    0.10), which takes memory of the size of `x`; on TPU it is written where the operand lies. Where
+    jax tracks the axes that values vary over, `x` is exchanged as a whole: a loop cannot change the
+    type of what it carries.
+    """
+    size = x.size * x.dtype.itemsize
+    return x.ndim > 0 and size >= _LARGE and platform() == "cpu" and not tracks_types()
+
+
+def block_sizes(rows: int) -> set[int]:
+    """Return the numbers of rows of the blocks of an array: of most of them, and of the last."""
+    size = -(-rows // _NUM_BLOCKS)
+    return {size, rows % size} - {0}
+
+
+def in_blocks(
+    exchange: Callable[..., Sequence[jax.Array]], *arrays: jax.Array, parts: int = 1
+) -> list[jax.Array]:
+    """Return `exchange(*arrays)`, computed in place for up to 64 blocks of rows.
 
     Args:
-      x: array of any shape; one of 16 MiB or more is cut along its first dimension.
-      exchange: function that acts on elements and keeps the shape and dtype of its argument.
+      exchange: function that acts on elements of arrays, and keeps their shapes and dtypes.
+      *arrays: arrays with equal first dimensions.
+      parts: number of equal parts of that dimension, on different devices; each block has as many
+        rows of each part.
 
-    Communication: that of `exchange`, for up to 64 blocks one after the other.
+    Communication: that of `exchange`, for the blocks one after the other.
     """
-    rows = x.shape[0] if x.ndim else 1
-    if x.nbytes < _LARGE or rows == 1 or platform() != "cpu" or tracks_types():
-        return exchange(x)
-    size = -(-rows // _NUM_BLOCKS)
+    rows, axis = arrays[0].shape[0] // parts, 0 if parts == 1 else 1
+    size = max(block_sizes(rows))
 
-    def put(x: jax.Array, start: Any, size: int) -> jax.Array:
-        block = exchange(lax.dynamic_slice_in_dim(x, start, size))
-        return lax.dynamic_update_slice_in_dim(x, block, start, 0)
+    def put(whole: list[jax.Array], start: Any, size: int) -> list[jax.Array]:
+        found = [lax.dynamic_slice_in_dim(x, start, size, axis) for x in whole]
+        new = exchange(*(x.reshape(parts * size, *x.shape[axis + 1 :]) for x in found))
+        blocks = [x.reshape(like.shape) for x, like in zip(new, found, strict=True)]
+        pairs = zip(whole, blocks, strict=True)
+        return [lax.dynamic_update_slice_in_dim(x, block, start, axis) for x, block in pairs]
 
-    x = lax.fori_loop(0, rows // size, lambda i, x: put(x, i * size, size), x)
-    return put(x, rows - rows % size, rows % size) if rows % size else x
+    lead = () if parts == 1 else (parts,)
+    whole = [x.reshape(*lead, rows, *x.shape[1:]) for x in arrays]
+    whole = lax.fori_loop(0, rows // size, lambda i, x: put(x, i * size, size), whole)
+    whole = put(whole, rows - rows % size, rows % size) if rows % size else whole
+    return [x.reshape(like.shape) for x, like in zip(whole, arrays, strict=True)]
 
 
 def _divided(x: jax.Array, count: int) -> jax.Array:

@@ -42,7 +42,6 @@ from ._meshes import has_a_device_each as has_a_device_each
 from ._meshes import is_shared as is_shared
 from ._meshes import kept_with as kept_with
 from ._meshes import make_mesh as make_mesh
-from ._meshes import map_by_role as map_by_role
 from ._meshes import map_replicas as map_replicas
 from ._meshes import model_axes as model_axes
 from ._meshes import placement as placement

@@ -278,7 +278,11 @@ for all.
 """
 
 Roles = Any
-"""A `Role`, or a tree of them that is a prefix of the argument's or result's tree."""
+"""A `Role`, or a tree of them that is a prefix of the argument's or result's tree.
+
+A `PartitionSpec` in the place of a role is `"stacked"` of arrays that are sharded inside a replica,
+over mapped axes.
+"""
 
 
 def is_shared(x: Any) -> bool:
@@ -364,19 +368,32 @@ def map_replicas(
     """
     replicas = axis_names(axis_name)
     if isinstance(mesh, VirtualMesh):
+        in_roles, out_roles = jax.tree.map(
+            lambda x: "stacked" if isinstance(x, P) else x, (in_roles, out_roles)
+        )
         return _map_virtual(fn, mesh, replicas, in_roles, out_roles, automatic)
     if map_with == "vmap" and any(mesh.shape[a] > 1 for a in mesh.axis_names if a not in replicas):
         return _map_spmd(fn, mesh, replicas, in_roles, out_roles)
     inner = tuple(a for a in mesh.axis_names if a not in replicas and a not in automatic)
     everywhere = P((*replicas, *inner))
-    specs: dict[Role, P] = {
-        "stacked": P(replicas),
-        "device": everywhere,
-        "batch": everywhere,
-        "shared": P(),
-    }
+    specs = {"stacked": P(replicas), "device": everywhere, "batch": everywhere, "shared": P()}
 
-    mapped = map_by_role(fn, specs, in_roles, out_roles, mesh=mesh, axis_names={*replicas, *inner})
+    def per_device(*args: PyTree) -> PyTree:
+        # A device's block of a stacked tree has a leading axis of size 1.
+        local_args = _stacked_as(lambda x: x.shape[1:], in_roles, args)
+        return _stacked_as(lambda x: (1, *x.shape), out_roles, fn(*local_args))
+
+    in_specs, out_specs = jax.tree.map(
+        lambda x: P(replicas, *x) if isinstance(x, P) else specs[x], (in_roles, out_roles)
+    )
+    mapped = jax.shard_map(
+        per_device,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names={*replicas, *inner},
+        check_vma=False,
+    )
     if set(mesh.axis_types) != {AxisType.Auto, AxisType.Explicit}:
         return mapped
     return lambda *args: jax.tree.map(_as_typed, mapped(*args))
@@ -415,37 +432,6 @@ def _map_spmd(
     return call
 
 
-def map_by_role(
-    fn: Callable[..., Any],
-    specs: Mapping[Any, P],
-    in_roles: tuple[Roles, ...],
-    out_roles: Roles,
-    **options: Any,
-) -> Callable[..., Any]:
-    """Return `fn`, written for one device, under `jax.shard_map` with `check_vma=False`.
-
-    Args:
-      fn: takes one tree per role.
-      specs: the `PartitionSpec` of each role.
-      in_roles: a `Role` per argument, or a tree of them that is a prefix of the argument. Specs in
-        the places of roles are used as they are.
-      out_roles: the same for results.
-      **options: further arguments of `jax.shard_map`.
-
-    Communication: that of `fn`.
-    """
-
-    def per_device(*args: PyTree) -> PyTree:
-        # A device's block of a stacked tree has a leading axis of size 1.
-        local_args = _stacked_as(lambda x: x.shape[1:], in_roles, args)
-        return _stacked_as(lambda x: (1, *x.shape), out_roles, fn(*local_args))
-
-    in_specs, out_specs = jax.tree.map(lambda x: specs.get(x, x), (in_roles, out_roles))
-    return jax.shard_map(
-        per_device, in_specs=in_specs, out_specs=out_specs, check_vma=False, **options
-    )
-
-
 def _as_typed(x: jax.Array) -> jax.Array:
     """Lay `x` out over Explicit axes as its type says.
 
@@ -461,7 +447,7 @@ def _stacked_as(
     """Reshape the stacked leaves of a tree with these roles to `shape(leaf)`."""
 
     def change(role: Role, part: PyTree) -> PyTree:
-        if role not in ("stacked", "device"):
+        if role in ("batch", "shared"):
             return part
         return jax.tree.map(lambda x: reshaped(x, shape(x)), part)
 

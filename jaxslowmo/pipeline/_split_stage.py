@@ -18,7 +18,6 @@ from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from .._support.checks import checks_flags
 from .._support.types import PyTree
-from ..mesh import match_varying
 from ..tracing import Atom, Flat, flattened, has_side_effects, run, scan_operands
 
 
@@ -30,10 +29,8 @@ def type_of(x: Any) -> Any:
 
 
 def struct_of(aval: Any) -> jax.ShapeDtypeStruct:
-    """Return the `ShapeDtypeStruct` of a type, with the mapped axes that it varies over."""
-    return jax.ShapeDtypeStruct(
-        aval.shape, aval.dtype, manual_axis_type=getattr(aval, "manual_axis_type", None)
-    )
+    """Return the `ShapeDtypeStruct` of a type."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def size_in_bytes(v: Atom) -> int:
@@ -312,7 +309,7 @@ class Argument:
                 f"`{self.name}`: leaf {i} must be {aval.dtype}{list(aval.shape)}, as the stage was "
                 f"traced, got {jnp.result_type(x)}{list(jnp.shape(x))}."
             )
-        return match_varying(x, aval)
+        return x
 
 
 def is_differentiable(x: Any) -> bool:
@@ -570,9 +567,8 @@ def split_stage(
     Args:
       fn: the function of the stage, `fn(weights, x, microbatch) -> y`, of trees. Leaves of integers
         and booleans have no cotangents.
-      weights: a tree of arrays, or of types such as `jax.ShapeDtypeStruct`. Inside `shard_map`
-        weights, `x` and `microbatch` must be arrays of the trace, whose types have the axes that
-        they vary over: arguments of the operations may vary over fewer axes, not over more.
+      weights: a tree of arrays, or of types such as `jax.ShapeDtypeStruct`. A `shard_map` around
+        the operations must have `check_vma=False`.
       x: the result of the previous stage, arrays or types.
       microbatch: the data that the stage reads (tokens, labels, masks), arrays or types. It is
         passed to every operation, is not in the stash, and gets no cotangent.

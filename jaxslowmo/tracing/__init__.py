@@ -21,5 +21,6 @@ from ._programs import flattened as flattened
 from ._programs import has_side_effects as has_side_effects
 from ._programs import interpret as interpret
 from ._programs import loss_arguments as loss_arguments
+from ._programs import programs_in as programs_in
 from ._programs import run as run
 from ._programs import scan_operands as scan_operands

@@ -14,7 +14,6 @@ from ._chain import Chain as Chain
 from ._chain import chain as chain
 from ._chain import gradient_parts as gradient_parts
 from ._chain import init as init
-from ._chain import note_followed as note_followed
 from ._checks import check_weight as check_weight
 from ._checks import unless_idle as unless_idle
 from ._due import Communicate as Communicate

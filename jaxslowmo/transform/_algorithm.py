@@ -5,17 +5,19 @@ an anchor and its moments, is *shared*, and has the shapes of the parameters.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from .._support.types import Phase, PyTree
 from ..mesh import Shares
 from ..tree import cast, landing, updates_to, widen_updates
-from ._due import Communicate, Every, decide, either, every, phase_scope, run_if
+from ._due import Communicate, Every, either, every, phase_scope, run_if
 from ._optax_states import moved_copies
 from ._replica_group import ReplicaGroup
 
@@ -169,7 +171,7 @@ def _nothing(params: PyTree) -> PyTree:
     return ()
 
 
-def _unchanged(state: PyTree) -> PyTree:
+def _unchanged(state: Any) -> Any:
     return state
 
 
@@ -324,8 +326,7 @@ class Algorithm:
         before, events = carry.before, list(self.events)
         if context.phase is not None:
             events = [event for event in events if any(map(event.is_called, context.phase))]
-        dues = [context.phase is not None or _is_due(event, context) for event in events]
-        due = functools.reduce(either, dues, False)
+        pairs = [(x, context.phase is not None or _is_due(x, context)) for x in events]
 
         def call(event: Event, carry: Carry) -> Carry:
             # What no event changes passes through no conditional.
@@ -338,53 +339,79 @@ class Algorithm:
                 new = new._replace(moments=moved)
             return new._replace(before=())
 
-        def exchanged(operand: tuple[PyTree, Carry]) -> tuple[PyTree, Carry]:
+        def exchanged(
+            operand: tuple[PyTree, Carry], run: Callable[[Carry], Carry]
+        ) -> tuple[PyTree, Carry]:
             updates, carry = operand
             # What is not widened outside passes through the conditional as it lies.
             y = widen_updates(carry.params) if updates is None else landing(before, updates)
-            pairs = list(zip(events, dues, strict=True))
-            carry = self._run(pairs, carry._replace(params=y), call, is_any=True)
-            target = rounded(carry._replace(before=before))
+            new = run(carry._replace(params=y))
+            target = rounded(new._replace(before=before))
             if updates is None:
-                return None, carry._replace(params=target)
-            return updates_to(before, target), carry._replace(params=())
+                like = jax.tree.map(lambda t, x: t.astype(x.dtype), target, carry.params)
+                return None, new._replace(params=like)
+            return updates_to(before, target), new._replace(params=())
 
-        def skipped(operand: tuple[PyTree, Carry]) -> tuple[PyTree, Carry]:
+        def missed(operand: tuple[PyTree, Carry]) -> tuple[PyTree, Carry]:
             updates, carry = operand
-            for event, due in zip(events, dues, strict=True):
-                if event.missed is not None and context.communicate is not True:
+            for event, due in pairs:
+                if event.missed is not None:
                     carry = carry._replace(local=event.missed(carry.local, due))
-            if updates is None:
-                carry = carry._replace(params=rounded(carry._replace(before=before)))
             return updates, carry
 
-        # One conditional around all, so that a local update passes through no other.
+        number, runs = self._alternatives(pairs, call)
+        number = _choice(context.communicate, number, 0)
+        branches = [functools.partial(exchanged, run=run) for run in runs]
         operand = updates, carry._replace(before=())
-        due = decide(due, context.communicate)
-        return run_if(due, exchanged, skipped, operand, axes=self.bound_axes)
+        if context.communicate is not True and any(event.missed for event in events):
+            operand = run_if(number == 0, missed, _unchanged, operand, axes=self.bound_axes)
+        # One conditional after the other: in place of one in the other, or of one with more than
+        # two branches, XLA copies what passes through.
+        for i, branch in enumerate(branches, 1):
+            operand = run_if(number == i, branch, _unchanged, operand, axes=self.bound_axes)
+        updates, carry = operand
+        if updates is None:
+            carry = carry._replace(params=rounded(carry._replace(before=before)))
+        return updates, carry
+
+    def _alternatives(
+        self, events: Sequence[tuple[Event, Any]], call: Callable[[Event, Carry], Carry]
+    ) -> tuple[Any, list[Callable[[Carry], Carry]]]:
+        """Return what these events may do, one or the other, and which it is: 1, ...; 0: nothing.
+
+        Each of the last events that replace earlier ones stands for itself.
+        """
+        num_replacing = len([*itertools.takewhile(lambda x: x[0].replaces, reversed(events))])
+        earlier, last = events[: len(events) - num_replacing], events[len(events) - num_replacing :]
+        number: Any = 0
+        runs: list[Callable[[Carry], Carry]] = []
+        if earlier:
+            number = _choice(functools.reduce(either, (due for _, due in earlier)), 1, 0)
+            runs = [functools.partial(self._run, earlier, call, is_any=True)]
+        for event, due in last:
+            runs.append(functools.partial(call, event))
+            number = _choice(due, len(runs), number)
+        return number, runs
 
     def _run(
         self,
         events: Sequence[tuple[Event, Any]],
-        carry: Carry,
         call: Callable[[Event, Carry], Carry],
+        carry: Carry,
         *,
-        is_any: bool,
+        is_any: bool = False,
     ) -> Carry:
-        """Run what is due of these events, one of which is if `is_any`.
-
-        Later events decide first, since they may replace what is before them.
-        """
-        if not events:
-            return carry
+        """Run what is due of these events, one of which is if `is_any`."""
         *before, (event, due) = events
-        run = functools.partial(call, event)
-        due = True if is_any and not before else due
         if event.replaces:
-            earlier = functools.partial(self._run, before, call=call, is_any=is_any)
-            return run_if(due, run, earlier, carry, axes=self.bound_axes)
-        carry = self._run(before, carry, call, is_any=False)
-        return run_if(due, run, lambda carry: carry, carry, axes=self.bound_axes)
+            number, runs = self._alternatives(events, call)
+            for i, run in enumerate(runs, 1):
+                carry = run_if(number == i, run, _unchanged, carry, axes=self.bound_axes)
+            return carry
+        if before:
+            carry = self._run(before, call, carry)
+        due = True if is_any and not before else due
+        return run_if(due, functools.partial(call, event), _unchanged, carry, axes=self.bound_axes)
 
 
 def rounded(carry: Carry) -> PyTree:
@@ -451,6 +478,13 @@ def _is_due(event: Event, context: UpdateContext) -> Any:
     if is_static or (event.is_unconditional and context.communicate is True):
         return True
     return event.due(context.count)
+
+
+def _choice(due: Any, number: Any, otherwise: Any) -> Any:
+    """Return `number if due else otherwise`: an int where that is static, else an array."""
+    if isinstance(due, bool):
+        return number if due else otherwise
+    return jnp.where(due, number, otherwise)
 
 
 def _replaced(later: Sequence[Event], t: int) -> int:

@@ -320,17 +320,18 @@ def over_stages(
 ) -> optax.GradientTransformationExtraArgs:
     """Return a transform that, for parameters in stages, applies `tx` to the model's leaves.
 
-    `tx` then runs on each stage with the leaves of that stage, instead of buffers. Transforms of
-    this package are returned as they are: they work on the buffers of all stages, compute norms
-    from these, and call `over_stages` for inner transforms. Other trees reach `tx` unchanged.
+    `tx` is then traced for the model's own tree, and each stage runs the part of its program that
+    is for the stage's leaves. Transforms of this package are returned as they are: they work on the
+    buffers of all stages, compute norms from these, and call `over_stages` for inner transforms.
+    Other trees reach `tx` unchanged.
 
     Args:
       tx: the transform.
       argument: the public argument that it was, for messages.
 
     Raises:
-      ValueError: at `init` for parameters in stages, if the program of `tx` does not prove that its
-        result for a leaf depends on no leaves of other stages.
+      ValueError: at `init` for parameters in stages, if a result of `tx` for a leaf is computed
+        from leaves of other stages.
     """
     transform = optax.with_extra_args_support(tx)
     if isinstance(tx, GradientTransform | ParameterTransform):

@@ -24,12 +24,15 @@ class LossProgram:
         that of the call itself is a scalar; None: a step calls the function itself.
       before_run: function that is called before each run of a program, and raises an error if
         compiled programs are out of date; None: they never are.
+      check_compiled: function that is given the text of each compiled program before its first run,
+        and raises an error if it would not end; None: there is nothing to check.
     """
 
     param_types: PyTree | None = None
     dispatch: Callable[..., Any] | None = None
     weighted: Callable[..., Any] | None = None
     before_run: Callable[..., None] | None = None
+    check_compiled: Callable[[str], None] | None = None
 
     @staticmethod
     def of(loss_fn: Any) -> "LossProgram":

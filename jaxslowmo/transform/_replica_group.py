@@ -33,6 +33,7 @@ from ..collectives import (
     gather_slices,
     in_blocks,
     in_slices,
+    is_in_blocks,
     is_scattered_alone,
     mean_in_codec,
     permute,
@@ -527,7 +528,9 @@ def _mean(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None, role: str
         if len(buffer.pieces) == 1 and local is None:
             # The compiler leaves out both reshapes, and with them the copies of packing.
             flat = flat.reshape(packing.plan.shapes[buffer.leaves[0]])
-        return in_blocks(flat, mean_of).reshape(-1)
+        if is_in_blocks(flat):
+            return in_blocks(lambda x: [mean_of(x)], flat)[0].reshape(-1)
+        return mean_of(flat).reshape(-1)
 
     return packing.through(as_it_lies, tree, role=role)
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from jaxslowmo.mesh import map_replicas
 from jaxslowmo.mesh._replicas import differences
 from support.limits import TAKES_EMPTY_ARRAYS
 from support.meshes import MESHES
@@ -111,6 +112,27 @@ def test_leaves_sharded_inside_a_replica_keep_their_layout(kinds):
         js.check_in_sync(apart, mesh=mesh)
     found = [(d.leaf, d.replica, d.difference) for d in caught.value.divergences]
     assert found == [("b", 1, 10.0), ("v", 1, 46.0), ("w", 1, 94.0)]
+
+
+@pytest.mark.parametrize("spec", [P("shard"), P(None, "shard"), P()])
+@pytest.mark.parametrize("kinds", [AxisType.Auto, AxisType.Explicit])
+def test_a_spec_as_a_role_is_that_of_an_array_inside_a_replica(kinds, spec):
+    """Each device is given its part without the axis of the replicas, and returns it."""
+    mesh = jax.make_mesh((2, 4), ("replica", "shard"), axis_types=(kinds,) * 2)
+    whole = np.arange(2 * 8 * 4, dtype=np.float32).reshape(2, 8, 4)
+    seen = []
+
+    def fn(x):
+        seen.append(x.shape)
+        return x + jax.lax.axis_index("replica").astype(x.dtype)
+
+    mapped = map_replicas(fn, mesh=mesh, axis_name="replica", in_roles=(spec,), out_roles=spec)
+    found = jax.jit(mapped)(jax.device_put(whole, NamedSharding(mesh, P("replica", *spec))))
+    np.testing.assert_array_equal(found, whole + np.arange(2).reshape(2, 1, 1))
+    assert seen[0] == NamedSharding(mesh, spec).shard_shape((8, 4))
+    on_one = js.virtual_mesh({"replica": 2, "shard": 1})
+    mapped = map_replicas(fn, mesh=on_one, axis_name="replica", in_roles=(spec,), out_roles=spec)
+    np.testing.assert_array_equal(jax.jit(mapped)(whole), found)
 
 
 def test_every_difference_is_listed_with_its_processes():

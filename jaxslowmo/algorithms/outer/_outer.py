@@ -40,6 +40,7 @@ from ...transform import (
 )
 from ...tree import Staged, added, at_least_float32, parts_of, subtracted, widen_updates
 from .._error_feedback import first_memory, has_leaves, kept, part_to_send
+from ._blocks import Displaced, slow_step, slow_step_in_blocks
 from ._delay import (
     NOTHING,
     InFlight,
@@ -376,17 +377,22 @@ class _Outer:
         replicas = _of_fragment(fragment, replicas, carry.before)
 
         def step(carry: Carry) -> Carry:
-            mass, state = None, self.outer_state(carry)
+            mass, displaced = None, None
             # D, the pseudo-gradient: the displacement since the last slow step, sign reversed.
-            if self.exact_average:
-                x, mass = self.weighted(carry, context)
-                displacement, carry = self.displacement(
-                    fragment, fragment.of(x), mass, replicas, context, carry
-                )
+            if not self.exact_average:
+                state = self.outer_state(carry)
+                values = jax.tree.map(subtracted, state["anchor"], carry.params)
             else:
-                displacement = jax.tree.map(subtracted, state["anchor"], carry.params)
+                x, mass = self.weighted(carry, context)
+                values = fragment.of(x)
+                if self.group.codec is None:
+                    displaced = self.displacement(mass, replicas, context)
+                else:
+                    parts, anyone = self.parts(fragment, values, mass, replicas, carry)
+                    values, lost = replicas.reduce_scatter_in_codec(parts, role="slow")
+                    values, carry = self.remembered(fragment, anyone, values, lost, carry, replicas)
             rate = self.rate_of(context)
-            return self.moved(fragment, displacement, mass, rate, replicas, context, carry)
+            return self.moved(fragment, values, mass, rate, replicas, context, carry, displaced)
 
         return self.if_permitted(step, carry, replicas)
 
@@ -443,31 +449,25 @@ class _Outer:
         return x, mass
 
     def displacement(
-        self,
-        fragment: Fragment,
-        x: PyTree,
-        mass: jax.Array | None,
-        replicas: ReplicaGroup,
-        context: UpdateContext,
-        carry: Carry,
-    ) -> tuple[PyTree, Carry]:
-        """Return D like the fragment's anchor, and what is remembered of sending it."""
-        anchor = fragment.of(carry.shared["anchor"])
-        if replicas.codec is not None:
-            parts, anyone = self.parts(fragment, x, mass, replicas, carry)
-            displacement, lost = replicas.reduce_scatter_in_codec(parts, role="slow")
-            return self.remembered(fragment, anyone, displacement, lost, carry, replicas)
-        mean = replicas.reduce_scatter(x, role="slow")
-        if mass is not None:
-            # sum x / sum w is the exact mean of weighted and push-sum parameters too.
-            total = replicas.mean_number(mass)
+        self, mass: jax.Array | None, replicas: ReplicaGroup, context: UpdateContext
+    ) -> Displaced:
+        """Return the function that makes D of weighted parameters and the anchor."""
+        # sum x / sum w is the exact mean of weighted and push-sum parameters too.
+        total = None if mass is None else replicas.mean_number(mass)
+
+        def mean_of(leaf: jax.Array, old: jax.Array) -> jax.Array:
+            if total is None:
+                return leaf
             if context.weight is None:
-                mean = jax.tree.map(lambda leaf: leaf / total.astype(leaf.dtype), mean)
-            else:  # if all have run out of data, the anchor stays
-                mean = jax.tree.map(
-                    lambda leaf, old: jnp.where(total > 0, quotient(leaf, total), old), mean, anchor
-                )
-        return jax.tree.map(subtracted, anchor, mean), carry
+                return leaf / total.astype(leaf.dtype)
+            # If all have run out of data, the anchor stays.
+            return jnp.where(total > 0, quotient(leaf, total), old)
+
+        def displaced(replicas: ReplicaGroup, x: PyTree, anchor: PyTree) -> PyTree:
+            mean = jax.tree.map(mean_of, replicas.reduce_scatter(x, role="slow"), anchor)
+            return jax.tree.map(subtracted, anchor, mean)
+
+        return displaced
 
     def parts(
         self,
@@ -513,14 +513,19 @@ class _Outer:
     def moved(
         self,
         fragment: Fragment,
-        displacement: PyTree,
+        values: PyTree,
         mass: jax.Array | None,
         rate: jax.Array | None,
         replicas: ReplicaGroup,
         context: UpdateContext,
         carry: Carry,
+        displaced: Displaced | None = None,
     ) -> Carry:
-        """Return the carry after the outer optimizer's step with this displacement."""
+        """Return the carry after the outer optimizer's step.
+
+        D is `displaced(replicas, values, anchor)`, of any leaves of weighted parameters; without it
+        D are the values.
+        """
         old = carry
         if carry.statistics and self.exact_average:
             means = replicas.plain.mean(carry.statistics, mass)
@@ -531,19 +536,29 @@ class _Outer:
         if self.rate is not None and rate is not None:
             outer, rate, carry = self.agreed(fragment, outer, rate, replicas, carry)
             options = {"learning_rate": rate}
+
         # Any optax optimizer, with D as its gradient; it runs on blocks of a sharded anchor.
-        try:
-            step, outer = stepper.update(displacement, outer, anchor, **options)
-        except TypeError as error:
-            error.add_note(
-                f"{self.owner}: `outer_optimizer` is given displacement, state and anchor; there "
-                "is no loss for one that needs `value`, `grad` or `value_fn`."
-            )
-            raise
-        anchor = jax.tree.map(added, anchor, step)
+        def step(displacement: PyTree, anchor: PyTree, outer: Any) -> tuple[PyTree, Any]:
+            try:
+                step, outer = stepper.update(displacement, outer, anchor, **options)
+            except TypeError as error:
+                error.add_note(
+                    f"{self.owner}: `outer_optimizer` is given displacement, state and anchor; "
+                    "there is no loss for one that needs `value`, `grad` or `value_fn`."
+                )
+                raise
+            return jax.tree.map(added, anchor, step), outer
+
         # The anchor replaces the parameters. Adding a step to them instead would let the replicas
         # drift apart by rounding, a little with every slow step.
-        whole, anchor, carry = self.restored(fragment, anchor, replicas, carry)
+        if displaced is None:
+            anchor, outer = step(values, anchor, outer)
+            whole, anchor, carry = self.restored(fragment, anchor, replicas, carry)
+        else:
+            run = slow_step
+            if self.is_element_wise:
+                run = functools.partial(slow_step_in_blocks, count=context.count)
+            whole, anchor, outer = run(displaced, step, replicas, values, anchor, outer)
         outer = with_state(state["outer"], fragment, outer, state["anchor"])
         new = {"anchor": fragment.put(state["anchor"], anchor), "outer": outer}
         carry = self.with_outer_state(carry, new)

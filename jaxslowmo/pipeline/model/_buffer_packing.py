@@ -1,6 +1,6 @@
 """The buffers of all stages: packed from a tree of the whole model or of a stage, and read back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, Self
@@ -220,24 +220,23 @@ class BufferPacking:
             mask = mask | ((stage == at) & (element >= start) & (element < end))
         return mask
 
-    def like(self, trees: Sequence[PyTree]) -> Self:
-        """Return the packing of trees like those of the stages, such as moments.
+    def like(self, tree: PyTree) -> Self:
+        """Return the packing of a tree like the parameters, such as moments.
 
         Args:
-          trees: one tree per stage, of arrays or types; in the place of a parameter it may have
-            any tree of arrays, or `optax.MaskedNode()`.
+          tree: arrays or types; in the place of a parameter it may have any tree of arrays, or
+            `optax.MaskedNode()`.
         """
-        subtrees = [jax.tree.structure(optax.MaskedNode())] * len(self.leaves)
-        leaves: list[tuple[Leaf, ...]] = [()] * len(self.leaves)
+        subtrees: list[Any] = []
+        leaves: list[tuple[Leaf, ...]] = []
         dtypes: dict[str, set[Any]] = {}
-        for positions, tree in zip(self.stages, trees, strict=True):
-            parts = self.outer.flatten_up_to(tree)
-            for position in positions:
-                arrays, subtrees[position] = jax.tree.flatten(parts[position])
-                (parameter, *_) = self.leaves[position] or (None,)
-                leaves[position] = tuple(self._leaf_like(x, parameter) for x in arrays)
-                if parameter is not None:
-                    dtypes.setdefault(parameter.buffer, set()).update(x.dtype for x in arrays)
+        for part, of_parameter in zip(self.outer.flatten_up_to(tree), self.leaves, strict=True):
+            arrays, subtree = jax.tree.flatten(part)
+            (parameter, *_) = of_parameter or (None,)
+            subtrees.append(subtree)
+            leaves.append(tuple(self._leaf_like(x, parameter) for x in arrays))
+            if parameter is not None:
+                dtypes.setdefault(parameter.buffer, set()).update(x.dtype for x in arrays)
         shapes = [[(x.shape, x.spec) for x in group] for group in leaves]
         same = shapes == [[(x.shape, x.spec) for x in group] for group in self.leaves]
         if same and tuple(subtrees) == self.subtrees and all(len(d) == 1 for d in dtypes.values()):
@@ -268,7 +267,7 @@ class BufferPacking:
             return self.staged({})
         if any(isinstance(x, Tracer) for x in leaves):
             buffers = stages(jnp, tree)
-            return self.staged(self._over_explicit_axes(buffers) if on_mesh else buffers)
+            return self.staged(self.over_explicit_axes(buffers) if on_mesh else buffers)
         if not on_mesh and all(isinstance(x, np.ndarray | np.generic) for x in leaves):
             return self.staged(stages(np, tree))
         kinds = jax.eval_shape(lambda tree: stages(jnp, tree), tree)
@@ -325,7 +324,7 @@ class BufferPacking:
         shardings = self.map(lambda p: NamedSharding(mesh, P(*front, *p.leaf.spec)))
         return _placing(whole, mesh, shardings)(dict(buffers))
 
-    def _over_explicit_axes(self, buffers: dict[str, Any]) -> dict[str, Any]:
+    def over_explicit_axes(self, buffers: dict[str, Any]) -> dict[str, Any]:
         """Return traced buffers, sharded over Explicit axes like buffers that are on the mesh."""
         context = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if context.empty else context

@@ -1,36 +1,37 @@
-"""Run an optax transform on each stage's leaves, with the paths and shapes of the model."""
+"""Run an optax transform on the leaves of each stage: a part of its program for the model."""
 
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
-from jax.sharding import NamedSharding
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import only_over
-from ...tracing import has_side_effects
+from ...tracing import loss_arguments, programs_in
 from ...transform import instead_of, takes_extra
-from ...tree import Staged, leaf_names, promoted
+from ...tree import Staged, leaf_names, promoted, type_text
 from ._buffer_packing import BufferPacking
-from ._ties import Change, for_each_copy, in_each, seen_once
-from ._transform_reader import ProgramReader, Reading
+from ._elements import Element, ElementReader
+from ._ties import Change, for_each_copy, seen_once
 
 Buffers = dict[str, Any]
-Branch = Callable[[int, list[Buffers], list[Any]], tuple[list[Buffers], list[Any]]]
-"""A function (stage, its buffers, values that all stages share) -> (buffers, shared values)."""
 
 
 class StagePacking(BufferPacking):
     """A packing that runs optax transforms on each stage's own leaves.
+
+    A transform is traced for the model's own trees, so it sees their paths, shapes and all of their
+    leaves. Each stage computes the part of this program that gives the results for its leaves. A
+    transform that treats all elements alike runs on the buffers as they are.
 
     Communication: none, except what the compiler exchanges over axes inside a stage.
     """
@@ -50,21 +51,26 @@ class StagePacking(BufferPacking):
           like the parameters. Leaves that are equal on all stages, such as counters, are unchanged.
 
         Raises:
-          ValueError: `tx` mixes leaves, or its program does not prove that it doesn't.
+          ValueError: a result of `tx` for a leaf is computed from leaves of other stages.
         """
-        reading = self._read(tx, params, argument)
-        if reading.on_buffers:
-            return self._on_mesh(tx.init(params))  # type: ignore[arg-type]
-        kinds = {name: x.dtype for name, x in params.items()}
-        stages = range(self.num_stages)
-        every = [jax.eval_shape(self._seen(tx.init, s), self.types(kinds, s)) for s in stages]
-        form, keeps = _form(self, every), reading.by_element
+        value = jnp.zeros((), jnp.float32)
 
-        def branch(stage: int, staged: list[Buffers], _: list[Any]) -> Any:
-            tree = self.tree(staged[0], stage, keeps)
-            return form.packed(self._seen(tx.init, stage)(tree), stage, keeps)
+        def update(params: Staged, state: PyTree, value: jax.Array) -> PyTree:
+            extra = loss_arguments(params, value) if takes_extra(state) else {}
+            return self.update(tx, params, state, params, extra, argument)
 
-        return form.state(*_per_stage(self, branch, [params.buffers], []))
+        try:
+            state = self._on_stages(argument, tx.init, params)
+            if self.num_stages > 1:
+                jax.eval_shape(update, params, state, value)  # refuses now what it would combine
+        except _OtherStagesError:
+            raise
+        except Exception as error:  # a transform is any code, and tracing it may raise anything
+            if self.num_stages == 1:
+                raise
+            why = f"it can't be traced for them ({type(error).__name__}: {error})"
+            raise _OtherStagesError.of(argument, why, instead_of(())) from error
+        return state
 
     def update(
         self,
@@ -73,80 +79,67 @@ class StagePacking(BufferPacking):
         state: PyTree,
         params: Staged | None,
         extra: Mapping[str, Any],
+        argument: str = "optimizer",
     ) -> tuple[Staged, PyTree]:
         """Return updates and the new state, from `tx.update` on each stage's own leaves."""
-        reading = self._read(tx, updates if params is None else params)
-        if reading.on_buffers:
-            return tx.update(updates, state, params, **extra)  # type: ignore[return-value]
-        before, staged, shared = _Form.of(self, state)
-        keeps = reading.by_element
-        names = ["updates"] + ["params"] * (params is not None)
-        names += [name for name, x in extra.items() if isinstance(x, Staged)]
-        trees = {"updates": updates, "params": params, **extra}
-        arrays = [name for name, x in extra.items() if _is_array(x)]
-        rest = {name: x for name, x in extra.items() if name not in (*names, *arrays)}
+        arrays = {name: x for name, x in extra.items() if _holds_arrays(x)}
+        others = {name: x for name, x in extra.items() if name not in arrays}
 
-        def updated(stage: int, staged: list[Buffers], shared: list[Any]) -> Any:
-            local = dict(zip(names, (self.tree(x, stage, keeps) for x in staged), strict=False))
-            old = before.unpacked(staged[len(names) :], shared[len(arrays) :], stage, keeps)
-            args = local.pop("updates"), old, local.pop("params", None)
-            kwargs = {**local, **dict(zip(arrays, shared, strict=False))}
-            return self._seen(tx.update, stage)(*args, **kwargs, **rest)
+        def updated(updates: PyTree, state: PyTree, params: PyTree, arrays: Any) -> Any:
+            return tx.update(updates, state, params, **arrays, **others)
 
-        operands = [*(trees[name].buffers for name in names), *staged]
-        equal = [*(extra[name] for name in arrays), *shared]
-        form = before
-        if reading.reshapes:  # such as that of a transform whose state begins empty
-            local = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), operands)
-            every = [
-                jax.eval_shape(partial(updated, s), local, equal)[1] for s in range(self.num_stages)
-            ]
-            form = _form(self, every)
+        return self._on_stages(argument, updated, updates, state, params, arrays)
 
-        def branch(stage: int, staged: list[Buffers], shared: list[Any]) -> Any:
-            new_updates, after = updated(stage, staged, shared)
-            buffers, equal = form.packed(after, stage, keeps)
-            return [self.buffers(new_updates, stage, keeps), *buffers], equal
+    def _on_stages(self, argument: str, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+        """Return `fn(*args)`, of which each stage computes what belongs to its own leaves."""
+        context = jax.sharding.get_abstract_mesh()
+        inside = self.mesh.abstract_mesh if context.empty else context
+        if self.num_stages > 1:
+            inside = inside.update_axis_types({self.axis_name: AxisType.Manual})
+        with jax.sharding.use_abstract_mesh(inside):  # a part of types, as it will be below
+            program = _ModelProgram.of(self, argument, fn, args)
+        by_element, on_buffers = program.read(fn, args)
+        if on_buffers:
+            return self._on_mesh(fn(*args))
+        nodes = jax.tree.leaves(args, is_leaf=_is_staged)
+        staged = [x.buffers for x in nodes if _is_staged(x)]
+        shared = [x for x in nodes if not _is_staged(x)]
+        numbers = range(self.num_stages)
 
-        results, equal = _per_stage(self, branch, operands, equal)
-        return self.staged(results[0]), form.state(results[1:], equal)
+        def device(staged: list[Buffers], shared: list[Any]) -> Any:
+            local = jax.tree.map(lambda x: x[0], staged)
+            branches = [partial(program.run, program.part(i), i, by_element) for i in numbers]
+            stage = lax.axis_index(self.axis_name) if self.num_stages > 1 else 0
+            results, equal = _switch(branches, local, shared)(stage, local, shared)
+            return jax.tree.map(lambda x: x[None], results), equal
 
-    def _read(
-        self, tx: optax.GradientTransformationExtraArgs, tree: Staged, argument: str = "optimizer"
-    ) -> "StageReading":
-        """Read a transform; raise `ValueError` unless its result for a leaf depends on it alone."""
-        dtypes = tuple((name, np.dtype(x.dtype)) for name, x in sorted(tree.items()))
-        reading = read_on_stages(self, tx, dtypes)
-        if reading.refusal:
-            raise ValueError(
-                f"`{argument}` must not hold a transform whose result for a leaf, or whose state, "
-                "depends on leaves of other stages, since each stage of a pipeline updates its own "
-                f"leaves, and its program does not prove that none does: {reading.refusal}"
+        mapped: Any = device
+        if self.num_stages > 1:
+            # `check_vma=False`: shared results are equal on all stages because their inputs are,
+            # but types cannot prove it.
+            mapped = jax.shard_map(
+                device,
+                mesh=self.mesh if context.empty else context,
+                axis_names={self.axis_name},
+                in_specs=(P(self.axis_name), P()),
+                out_specs=(P(self.axis_name), P()),
+                check_vma=False,
             )
-        return reading
+            if context.empty:  # outside of jit, `shard_map` can only map all axes of a mesh
+                mapped = jax.jit(mapped)
+        results, equal = map(iter, mapped(staged, shared))
+        return program.structure.unflatten(
+            next(equal) if packing is None else packing.staged(next(results))
+            for packing in program.after
+        )
 
-    def _seen(self, fn: Callable[..., PyTree], stage: int) -> Callable[..., PyTree]:
-        """Return `fn`, of a transform, that sees each tied parameter of a stage once."""
-        if not self.ties:
-            return fn
-
-        def changed(tree: PyTree, change: Change) -> PyTree:
-            held = self.stages[stage]
-            return in_each(self.outer, tree, lambda parts: change(parts, self.ties, held))
-
-        def seeing(*args: Any, **kwargs: Any) -> PyTree:
-            args, kwargs = changed((args, kwargs), seen_once)
-            return changed(fn(*args, **kwargs), for_each_copy)
-
-        return seeing
-
-    def _on_mesh(self, state: PyTree) -> PyTree:
-        """Return the state with buffers split over the stages; fresh zeros would be replicated."""
+    def _on_mesh(self, tree: PyTree) -> PyTree:
+        """Return a tree with buffers split over the stages; fresh zeros would be replicated."""
         if not jax.sharding.get_abstract_mesh().empty:
-            return state  # the caller has mapped axes, and places the state
+            return tree  # the caller has mapped axes, and places the state
         automatic = frozenset(self.mesh.abstract_mesh.auto_axes)
-        if self.axis_name not in automatic:
-            return state  # zeros like parameters have their type, which holds the sharding
+        if self.axis_name not in automatic:  # jax 0.12 makes zeros like parameters replicated
+            return jax.tree.map(self._typed, tree, is_leaf=_is_staged)
 
         def place(x: Any) -> Any:
             if not isinstance(x, Staged):
@@ -157,7 +150,11 @@ class StagePacking(BufferPacking):
                 {n: lax.with_sharding_constraint(y, shardings[n]) for n, y in x.items()}
             )
 
-        return jax.tree.map(place, state, is_leaf=lambda x: isinstance(x, Staged))
+        return jax.tree.map(place, tree, is_leaf=_is_staged)
+
+    def _typed(self, x: Any) -> Any:
+        """Return a `Staged` tree with types sharded over Explicit axes; others as they are."""
+        return x.packing.staged(x.packing.over_explicit_axes(x.buffers)) if _is_staged(x) else x
 
     def tree(self, buffers: Buffers, stage: int, keeps_parts: bool) -> PyTree:
         """Return the tree of a stage, laid out over the axes that the compiler handles.
@@ -184,6 +181,18 @@ class StagePacking(BufferPacking):
         specs = {name: only_over(P(*axes, None), explicit) for name, axes in self.axes.items()}
         return {name: jax.sharding.reshard(x, specs[name]) for name, x in buffers.items()}
 
+    def types_here(self, buffers: Mapping[str, Any]) -> PyTree:
+        """Return the types of the model's tree, with the Explicit axes of this point of a trace."""
+        types, context = self.model_types(buffers), jax.sharding.get_abstract_mesh()
+        if not (explicit := frozenset(context.explicit_axes)):
+            return types
+
+        def typed(place: Any, x: Any) -> jax.ShapeDtypeStruct:
+            sharding = NamedSharding(context, only_over(place.leaf.spec, explicit))
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+        return self.map(typed, types)
+
     def _laid_out(self, tree: PyTree, stage: int, keeps_parts: bool) -> PyTree:
         """Return the tree with every leaf sharded like its buffer, or whole.
 
@@ -201,129 +210,291 @@ class StagePacking(BufferPacking):
         )
 
 
-class _Form(NamedTuple):
-    """The structure of a transform's state: which parts are staged, and which are shared.
+class _Place(NamedTuple):
+    """The place of an array among the nodes of arguments or results.
 
     Attributes:
-      structure: the structure of the state, with one leaf for each node.
-      nodes: the packing of each node; None for a node that is equal on all stages.
+      node: number of the node.
+      position: that of the leaf which the array belongs to; None for one that all leaves share.
+      index: number of the array among those of this leaf in this node.
     """
 
+    node: int
+    position: int | None = None
+    index: int = 0
+
+
+class _Part(NamedTuple):
+    """The part of a program that one stage runs, and the places of its inputs."""
+
+    run: Callable[..., Sequence[Any]]
+    inputs: list[_Place]
+
+
+class _ModelProgram(NamedTuple):
+    """The program of a function of trees of the whole model, of which each stage runs a part.
+
+    Its arguments and results are nodes: trees like the parameters, and arrays that all leaves
+    share.
+
+    Attributes:
+      packing: the packing of the parameters.
+      argument: the public argument that the function's transform was.
+      closed: the program.
+      before: for each node of the arguments its packing; None for an array that all leaves share.
+      inputs: the place of each input of the program.
+      after: for each node of the results its packing, or None.
+      shared: the types of the results that all leaves share.
+      outputs: the place of each output.
+      structure: the structure of the results, with one leaf for each node.
+      instead: what to use instead of a transform that is refused.
+    """
+
+    packing: StagePacking
+    argument: str
+    closed: ClosedJaxpr
+    before: tuple[StagePacking | None, ...]
+    inputs: tuple[_Place, ...]
+    after: tuple[StagePacking | None, ...]
+    shared: list[str]
+    outputs: tuple[_Place, ...]
     structure: Any
-    nodes: tuple[StagePacking | None, ...]
+    instead: str
 
     @classmethod
-    def of(cls, packing: StagePacking, state: PyTree) -> tuple["_Form", list[Buffers], list[Any]]:
-        """Return the form of a state, its buffers, and its values that are equal on all stages."""
-        nodes, structure = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, Staged))
-        packings = [x.packing if isinstance(x, Staged) else None for x in nodes]
-        staged = [x.buffers for x in nodes if isinstance(x, Staged)]
-        return (
-            cls(structure, tuple(packings)),
-            staged,
-            [x for x in nodes if not isinstance(x, Staged)],
+    def of(
+        cls, packing: StagePacking, argument: str, fn: Callable[..., PyTree], args: PyTree
+    ) -> "_ModelProgram":
+        """Trace `fn(*args)`, with the model's own trees in the place of `Staged` ones."""
+        nodes, of_args = jax.tree.flatten(args, is_leaf=_is_staged)
+        before = tuple(x.packing if _is_staged(x) else None for x in nodes)
+        trees = [x.packing.types_here(x.buffers) if _is_staged(x) else _type(x) for x in nodes]
+        every, is_like = range(len(packing.leaves)), packing.mirrors
+
+        def changed(change: Change, tree: PyTree) -> PyTree:
+            parts = packing.outer.flatten_up_to(tree)
+            return packing.outer.unflatten(change(parts, packing.ties, every))
+
+        def of_model(*trees: PyTree) -> PyTree:
+            pairs = zip(before, trees, strict=True)
+            seen = [x if p is None else changed(seen_once, x) for p, x in pairs]
+            results = fn(*of_args.unflatten(seen))
+            one = lambda x: changed(for_each_copy, x) if is_like(x) else x  # noqa: E731
+            return jax.tree.map(one, results, is_leaf=is_like)
+
+        # Transforms ask whether values have types of mapped axes, as that of the stages will be.
+        bound = [(packing.axis_name, packing.num_stages)] if packing.num_stages > 1 else None
+        closed, results = jax.make_jaxpr(of_model, axis_env=bound, return_shape=True)(*trees)
+        found, structure = jax.tree.flatten(results, is_leaf=is_like)
+        after = tuple(packing.like(x) if is_like(x) else None for x in found)
+        return cls(
+            packing=packing,
+            argument=argument,
+            closed=closed,
+            before=before,
+            inputs=tuple(_places(packing.outer, before, trees)),
+            after=after,
+            shared=[type_text(x) for x in found if not is_like(x)],
+            outputs=tuple(_places(packing.outer, after, found)),
+            structure=structure,
+            instead=instead_of(args),
         )
 
-    def packed(
-        self, state: PyTree, stage: int, keeps_parts: bool
+    def read(self, fn: Callable[..., PyTree], args: PyTree) -> tuple[bool, bool]:
+        """Return whether no elements of a leaf are combined, and whether buffers may be leaves.
+
+        They may if all elements of all leaves in a buffer are treated alike, and if `fn(*args)`
+        treats those of the buffer in the same way.
+        """
+        reader, nodes = ElementReader(), jax.tree.leaves(args, is_leaf=_is_staged)
+
+        def values(places: Iterable[_Place], program: Any) -> list[Element]:
+            inputs = []
+            for at in places:
+                packing, leaf = self.before[at.node], at.position
+                is_other = jnp.ndim(nodes[at.node]) > 0 if leaf is None else packing != self.packing
+                inputs.append(reader.input((at.node, at.index), leaf=leaf, combines=is_other))
+            return reader.read(program, inputs)
+
+        def numbers(places: Iterable[_Place], buffer_of: Sequence[str], values: Any) -> set[Any]:
+            """Return the numbers of each node's buffers, and of what all leaves share."""
+            return {
+                (at.node, None if at.position is None else buffer_of[at.position], x.number)
+                for at, x in zip(places, values, strict=True)
+            }
+
+        results = values(self.inputs, self.closed)
+        first = {i: group[0] for group in self.packing.ties for i in group}
+        for at, x in zip(self.outputs, results, strict=True):
+            # The result for a leaf may be another one of the same shape.
+            own = None if at.position is None else first.get(at.position, at.position)
+            if at.position is not None and (x.combines or x.leaf not in (None, own)):
+                return False, False
+        try:
+            program, found = jax.make_jaxpr(fn, return_shape=True)(*args)
+        except Exception:  # it may not know what to do with buffers
+            return True, False
+        found = jax.tree.leaves(found, is_leaf=_is_staged)
+        after = [x.packing if _is_staged(x) else None for x in found]
+        shared = [x for x in found if not _is_staged(x)]
+        if after != list(self.after) or list(map(type_text, shared)) != self.shared:
+            return True, False
+        before, results_of_buffers = ([*_places_of_buffers(x)] for x in (nodes, found))
+        known = numbers(self.outputs, [leaf.buffer for leaf, *_ in self.packing.leaves], results)
+        names = sorted(self.packing.axes)
+        return True, known == numbers(results_of_buffers, names, values(before, program))
+
+    def part(self, stage: int) -> _Part:
+        """Return the part of the program that gives the results for a stage's leaves.
+
+        Raises:
+          ValueError: it takes leaves of other stages.
+        """
+        held = frozenset(self.packing.stages[stage])
+        # A stage that holds a copy of a tied parameter has it in the place of the first one.
+        near = held.union(group[0] for group in self.packing.ties if held.intersection(group))
+        wanted = [at.position is None or at.position in held for at in self.outputs]
+        part, used = dce_jaxpr(self._printing(near), wanted)
+        inputs = [at for at, is_used in zip(self.inputs, used, strict=True) if is_used]
+        if beyond := {x.position for x in inputs if x.position is not None} - near:
+            raise _OtherStagesError.of(self.argument, self._why(min(beyond)), self.instead)
+        return _Part(jaxpr_as_fun(ClosedJaxpr(part, self.closed.consts)), inputs)
+
+    def _printing(self, leaves: frozenset[int]) -> Any:
+        """Return the program, of whose prints and callbacks only those of these leaves are left."""
+        jaxpr, eqns = self.closed.jaxpr, []
+        pairs = zip(jaxpr.invars, self.inputs, strict=True)
+        needs = {v: frozenset(() if at.position is None else (at.position,)) for v, at in pairs}
+        for eqn in jaxpr.eqns:
+            operands = [v for v in eqn.invars if isinstance(v, Var)]
+            of_eqn = frozenset[Any]().union(*(needs.get(v, ()) for v in operands))
+            needs |= dict.fromkeys(eqn.outvars, of_eqn)
+            if eqn.outvars or of_eqn <= leaves:
+                eqns.append(eqn)
+        return jaxpr.replace(eqns=eqns)
+
+    def _why(self, other: int) -> str:
+        """Return why a leaf is used on a stage that does not hold it."""
+        names = leaf_names(self.packing.outer.unflatten(range(len(self.packing.leaves))))
+        for i, at in enumerate(self.outputs):
+            wanted = [j == i for j, _ in enumerate(self.outputs)]
+            _, used = dce_jaxpr(self.closed.jaxpr, wanted)
+            needs = {x.position for x, is_used in zip(self.inputs, used, strict=True) if is_used}
+            if other not in needs or other == at.position:
+                continue
+            if at.position is None:
+                return f"it keeps a number that is computed from leaves, such as {names[other]!r}"
+            return f"its result for {names[at.position]!r} is computed from {names[other]!r}, too"
+        return f"it prints {names[other]!r}, or calls the host with it"
+
+    def run(
+        self, part: _Part, stage: int, keeps_parts: bool, staged: list[Buffers], shared: list[Any]
     ) -> tuple[list[Buffers], list[Any]]:
-        """Return the buffers of one stage's state, and its values that are equal on all stages."""
-        pairs = list(zip(self.nodes, self.structure.flatten_up_to(state), strict=True))
-        staged = [p.buffers(x, stage, keeps_parts) for p, x in pairs if p is not None]
-        return staged, [jnp.asarray(x) for p, x in pairs if p is None]
+        """Return the buffers of a stage's results, and the results that all leaves share.
 
-    def unpacked(
-        self, staged: Sequence[Buffers], shared: Sequence[Any], stage: int, keeps_parts: bool
-    ) -> PyTree:
-        """Return the state of one stage."""
-        buffers, values = iter(staged), iter(shared)
-        return self.structure.unflatten(
-            [
-                next(values) if p is None else p.tree(next(buffers), stage, keeps_parts)
-                for p in self.nodes
-            ]
+        Args:
+          part: the part of the program for this stage.
+          stage: index of the device stage.
+          keeps_parts: see `StagePacking.tree`.
+          staged: the buffers of this stage for each tree of the arguments.
+          shared: the arrays that all leaves share.
+        """
+        outer, held = self.packing.outer, frozenset(self.packing.stages[stage])
+        buffers, arrays = iter(staged), iter(shared)
+        nodes: list[Any] = []
+        for packing in self.before:
+            if packing is None:
+                nodes.append(next(arrays))
+            else:
+                parts = outer.flatten_up_to(packing.tree(next(buffers), stage, keeps_parts))
+                parts = seen_once(parts, self.packing.ties, held)
+                nodes.append([jax.tree.leaves(x) for x in parts])
+
+        def array(at: _Place) -> Any:
+            node = nodes[at.node]
+            return node if at.position is None else node[at.position][at.index]
+
+        results = iter(part.run(*map(array, part.inputs)))
+        new, equal = [], []
+        for packing in self.after:
+            if packing is None:
+                equal.append(jnp.asarray(next(results)))
+            else:
+                tree = packing.map(lambda _: next(results), stage=stage)
+                new.append(packing.buffers(tree, stage, keeps_parts))
+        return new, equal
+
+
+def _is_staged(x: Any) -> bool:
+    return isinstance(x, Staged)
+
+
+def _type(x: Any) -> jax.ShapeDtypeStruct:
+    kind = jax.typeof(x)
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
+
+
+def _holds_arrays(x: PyTree) -> bool:
+    leaves = jax.tree.leaves(x, is_leaf=_is_staged)
+    return all(isinstance(y, jax.Array | np.ndarray | np.generic | Staged) for y in leaves)
+
+
+def _places(
+    outer: Any, packings: Sequence[StagePacking | None], nodes: Sequence[Any]
+) -> Iterator[_Place]:
+    """Yield the place of each array of these nodes, which are trees of the model."""
+    for number, (packing, node) in enumerate(zip(packings, nodes, strict=True)):
+        if packing is None:
+            yield _Place(number)
+            continue
+        for position, part in enumerate(outer.flatten_up_to(node)):
+            yield from (_Place(number, position, i) for i, _ in enumerate(jax.tree.leaves(part)))
+
+
+def _places_of_buffers(nodes: Sequence[Any]) -> Iterator[_Place]:
+    """Yield the place of each array of these nodes, each buffer as if it were a leaf."""
+    for number, node in enumerate(nodes):
+        if _is_staged(node):
+            yield from (_Place(number, i) for i, _ in enumerate(node))
+        else:
+            yield _Place(number)
+
+
+class _OtherStagesError(ValueError):
+    """A transform is refused, since it combines leaves of several stages."""
+
+    @classmethod
+    def of(cls, argument: str, why: str, instead: str) -> Self:
+        return cls(
+            f"`{argument}` must not hold a transform whose result for a leaf, or whose state, "
+            "depends on leaves of other stages, since each stage of a pipeline updates its own "
+            f"leaves: {why}. {instead}"
         )
 
-    def state(self, staged: Sequence[Buffers], shared: Sequence[Any]) -> PyTree:
-        """Return the state of all stages."""
-        buffers, values = iter(staged), iter(shared)
-        return self.structure.unflatten(
-            [next(values) if p is None else p.staged(next(buffers)) for p in self.nodes]
-        )
+
+def _beside_text(program: Any) -> Iterator[Any]:
+    """Yield what the text of a program leaves out: constants, those of calls in it, callbacks."""
+    yield from getattr(program, "consts", ())
+    for eqn in program.eqns:
+        yield eqn.params.get("callback")
+        for inner in programs_in(eqn):
+            yield from _beside_text(inner)
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic)
-
-
-def _form(packing: StagePacking, states: Sequence[PyTree]) -> _Form:
-    """Return the form of the states of all stages, from one state of types for each."""
-    flat = [jax.tree.flatten(state, is_leaf=packing.mirrors) for state in states]
-    structure = flat[0][1]
-    if any(other != structure for _, other in flat):
-        raise ValueError(
-            "`optimizer` must keep states of one structure for all stages, got "
-            f"{', '.join(str(other) for _, other in flat)}."
-        )
-    nodes = zip(*(of_stage for of_stage, _ in flat), strict=True)
-    packings = (packing.like(each) if packing.mirrors(each[0]) else None for each in nodes)
-    return _Form(structure, tuple(packings))
-
-
-def _per_stage(
-    packing: BufferPacking, branch: Branch, staged: list[Buffers], shared: list[Any]
-) -> tuple[list[Buffers], list[Any]]:
-    """Run `branch` of each stage on its devices.
-
-    Args:
-      packing: the packing of the parameters, with the axis of the stages and the mesh.
-      branch: the program of one stage.
-      staged: buffers (stages, ...).
-      shared: values that are equal on all stages; the shared results of `branch` must be so, too.
-    """
-    axis = packing.axis_name
-
-    def device(staged: list[Buffers], shared: list[Any]) -> Any:
-        local = jax.tree.map(lambda x: x[0], staged)
-        branches = _branches([partial(branch, s) for s in range(packing.num_stages)], local, shared)
-        results, equal = branches(lax.axis_index(axis), local, shared)
-        return jax.tree.map(lambda x: x[None], results), equal
-
-    if packing.num_stages == 1:
-        results, equal = branch(0, jax.tree.map(lambda x: x[0], staged), shared)
-        return jax.tree.map(lambda x: x[None], results), equal
-    context = jax.sharding.get_abstract_mesh()
-    # `check_vma=False`: shared results are equal on all stages because their inputs are equal, but
-    # types cannot prove it.
-    mapped = jax.shard_map(
-        device,
-        mesh=packing.mesh if context.empty else context,
-        axis_names={axis},
-        in_specs=(P(axis), P()),
-        out_specs=(P(axis), P()),
-        check_vma=False,
-    )
-    if context.empty:  # outside of jit, `shard_map` can only map all axes of a mesh
-        mapped = jax.jit(mapped)
-    return mapped(staged, shared)
-
-
-def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Callable[..., Any]:
+def _switch(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Callable[..., Any]:
     """Return a function (number of a branch, *operands) that runs this branch.
 
-    Branches that compute the same, such as those of stages with equal layers, become one branch,
+    Branches of the same program, such as those of stages with equal layers, become one branch,
     which is compiled once. Each result has the dtype to which those of all branches promote.
     """
     programs: dict[Any, Any] = {}
-    reader = ProgramReader()
     numbers, kinds = [], []
     structure: Any = None
     for branch in branches:
         closed, results = jax.make_jaxpr(branch, return_shape=True)(*operands)
         leaves, structure = jax.tree.flatten(results)
         kinds.append([x.dtype for x in leaves])
-        prints = any(map(has_side_effects, closed.jaxpr.eqns))
-        key = len(programs) if prints else reader.key(closed)
+        key = str(closed.jaxpr), tuple(map(id, _beside_text(closed)))
         numbers.append(programs.setdefault(key, (len(programs), closed))[0])
     # `jnp.result_type` refuses PRNG keys, so equal dtypes are kept without it.
     widest = [x[0] if len(set(x)) == 1 else promoted(*x) for x in zip(*kinds, strict=True)]
@@ -337,85 +508,3 @@ def _branches(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Call
     if len(every) == 1:
         return lambda index, *operands: every[0](*operands)
     return lambda index, *operands: lax.switch(jnp.asarray(numbers)[index], every, *operands)
-
-
-# Reading.
-
-
-_EXTRA = ("value", "grad", "value_fn")  # the extra arguments that a training step passes
-
-
-class StageReading(NamedTuple):
-    """The result of reading a transform for a model in stages.
-
-    Attributes:
-      refusal: why its result for a leaf may depend on leaves of other stages, and what to use
-        instead; "" if it was proved not to.
-      on_buffers: whether its results on the buffers of all stages are those on the leaves.
-      by_element: whether it combines no elements of a leaf, so that leaves may stay sharded.
-      reshapes: whether an update gives the state another structure.
-    """
-
-    refusal: str
-    on_buffers: bool = False
-    by_element: bool = False
-    reshapes: bool = False
-
-
-@functools.lru_cache(maxsize=64)
-def read_on_stages(
-    packing: BufferPacking,
-    tx: optax.GradientTransformationExtraArgs,
-    dtypes: tuple[tuple[str, Any], ...],
-) -> StageReading:
-    """Read a transform for a model in stages.
-
-    Args:
-      packing: the packing of the parameters.
-      tx: the transform.
-      dtypes: name and dtype of each buffer.
-
-    Communication: none; nothing is run.
-    """
-    reader = ProgramReader()
-    types = {n: jax.ShapeDtypeStruct(packing.shapes[n], dtype) for n, dtype in dtypes}
-    model = packing.model_types(types)
-    state = jax.eval_shape(tx.init, model)
-    read = functools.partial(reader.read, tx, extra=_EXTRA if takes_extra(state) else ())
-    reading = read(model)
-    buffer_of = [leaf.buffer for group in packing.leaves for leaf in group]
-    leaf_of = [buffer_of.index(name) for name in types]
-    if reading.equals_on_buffers(read(packing.staged(types)), leaf_of):
-        return StageReading("", on_buffers=True)
-
-    def read_held(tree: PyTree, held: Collection[int]) -> Reading:
-        parts = seen_once(packing.outer.flatten_up_to(tree), packing.ties, held)
-        tree = packing.outer.unflatten(parts)
-        return read(tree, structure=packing.outer, is_like=packing.mirrors)
-
-    whole = read_held(model, range(len(packing.leaves)))
-    every = [
-        read_held(packing.types(dict(dtypes), stage), held)
-        for stage, held in enumerate(packing.stages)
-    ]
-    if packing.num_stages > 1 and (why := _why_not(packing, whole, every)):
-        return StageReading(f"{why}. {instead_of(state)}")
-    return StageReading("", False, whole.by_element, reshapes=len(whole.shared) > 1)
-
-
-def _why_not(packing: BufferPacking, whole: Reading, every: list[Reading]) -> str:
-    """Return why results for a stage may not be those for the whole model; "" if they are."""
-    for reading in (whole, *every):
-        if reading.kind == "mixing":
-            return reading.why
-    names = leaf_names(packing.outer.unflatten(range(len(packing.leaves))))
-    for reading in every:
-        for name, alone, among_all in zip(names, reading.leaves, whole.leaves, strict=True):
-            if alone and alone != among_all:
-                return f"it treats {name!r} differently where it sees other leaves, too"
-    for key, *others in zip(*([*chain(*each.shared)] for each in (whole, *every)), strict=True):
-        if key is None or {key} != {*others}:
-            return (
-                "it keeps a number that is computed from leaves, so that stages would differ in it"
-            )
-    return ""

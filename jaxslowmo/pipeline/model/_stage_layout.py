@@ -92,10 +92,9 @@ class StageLayout:
     a stage are in separate buffers, (stages, *sizes of these axes, elements), of which each device
     holds its part.
 
-    An optimizer of `js.make_train_step` sees, on each stage, the leaves of this stage with the
-    paths and shapes that they have in the model, and `optax.MaskedNode()` in place of the others.
-    Transforms that need all gradients, `js.clip_by_global_norm` and `js.dynamic_loss_scale`, see
-    the buffers.
+    An optimizer of `js.make_train_step` sees the model's own tree, and each stage runs the part of
+    its program that is for the stage's leaves. Transforms that need all gradients,
+    `js.clip_by_global_norm` and `js.dynamic_loss_scale`, see the buffers.
 
     Attributes:
       packing: the place of each leaf in the buffers.
@@ -293,8 +292,7 @@ class StageLayout:
         if not self.packing.mirrors(x) or not jax.tree.leaves(x):
             return x
         types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[num_lead:], a.dtype), x)
-        packing = self.packing.like([types] * self.packing.num_stages)
-        return packing.stacked(x, num_lead)
+        return self.packing.like(types).stacked(x, num_lead)
 
 
 def _leaves_of(

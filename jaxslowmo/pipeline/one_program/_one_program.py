@@ -5,6 +5,7 @@ the gradient of its input, W that of its weights, and BW both. Each tick has two
 runs at most one F, then at most one of B, W and BW. A device may hold several stages of the model.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -30,8 +31,18 @@ Values = Sequence[jax.Array]
 Buffers = list[jax.Array]
 
 
+# A permute in an operation of some stages, which the devices of all stages have to join.
+_PERMUTE = re.compile(r' collective-permute(?:-start)?\(.*op_name="[^"]*/[FB]/cond/[^"]*/([^"/]+)"')
+
+
 class OneProgram(Pipelined):
     """A pipeline that runs as one program, a scan over the table of its schedule."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        split = {axis for axes in plan.layout.packing.axes.values() for axis in axes}
+        if plan.schedule.num_stages > 1 and split - {*plan.data_axes}:
+            self.check_compiled = _refuse_permutes
 
     @cached_property
     def _table(self) -> TickTable:
@@ -410,6 +421,19 @@ class DeviceScan:
         if operation == "W" or kind.is_first:
             return nothing(types.cotangents), written, grads
         return types.flat_cotangents(without_state(dx)), written, grads
+
+
+def _refuse_permutes(text: str) -> None:
+    """Raise `ValueError` if an operation that some stages run waits for devices of all stages."""
+    if found := _PERMUTE.search(text):
+        raise ValueError(
+            f"`loss_fn`: for {found[1]!r} of a layer the compiler permutes an array among the "
+            "devices of all stages, of which in one program only some run this layer, and they "
+            "would wait for the others forever. It does so where a layer moves activations "
+            "between the axes that shard parameters, such as by `with_sharding_constraint`: leave "
+            'that to the compiler, or make the pipeline with `executor`="host", whose stages have '
+            "programs of their own."
+        )
 
 
 def stage_types(

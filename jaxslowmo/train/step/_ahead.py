@@ -208,7 +208,7 @@ def _content(tree: PyTree) -> list[Any]:
 def _checked(runner: Runner, mode: Any, num_exact: Any, room: Any) -> Embeddings:
     """Return the tables of the step; raise `ValueError` for invalid arguments of `AheadStep`."""
     check_choice("mode", mode, AheadMode)
-    if runner.lookup is None:
+    if runner.embeddings is None:
         raise ValueError(
             f"`mode`={mode!r} is about the tables of a step, and this one has none: make it with "
             "js.make_train_step(embeddings=...)."
@@ -223,4 +223,4 @@ def _checked(runner: Runner, mode: Any, num_exact: Any, room: Any) -> Embeddings
     number = as_number(room)
     if number is None or not 0 < number <= 1:
         raise ValueError(f"`room` must be a number above 0 and at most 1, got {room!r}.")
-    return runner.lookup.embeddings
+    return runner.embeddings

@@ -137,19 +137,6 @@ class Gradients(NamedTuple):
         return unless_idle(self.loss_weight, self.weight)
 
 
-class WithResults(NamedTuple):
-    """A batch, and the results of a loss function that is dispatched, for it.
-
-    Attributes:
-      batch: the batch itself.
-      results: what the loss function takes in place of the batch, inside of a program; leaves have
-        a leading dimension over the positions over which the batch is split.
-    """
-
-    batch: PyTree
-    results: PyTree
-
-
 @dataclass(frozen=True)
 class BatchGradients:
     """The loss function, and how a step differentiates it, for one device.
@@ -187,8 +174,8 @@ class BatchGradients:
           its metrics; with `model_state="broadcast"` that of `from_first_replica`.
         """
         if inputs.window is None:
-            before, seen = self._seen(state)
-            data = LossData(inputs.batch, self._device_key(state), seen)
+            before, seen = self.seen(state)
+            data = LossData(inputs.batch, self.device_key(state), seen)
             gradients = self._agreed(self._of_batch(state, data, inputs.weight), before)
             return gradients, gradients.metrics
         window, metrics = inputs.window, None
@@ -209,8 +196,8 @@ class BatchGradients:
 
         Communication: with `model_state="broadcast"` that of `from_first_replica`.
         """
-        _, seen = self._seen(state)
-        data = LossData(inputs.batch, self._device_key(state), seen)
+        _, seen = self.seen(state)
+        data = LossData(inputs.batch, self.device_key(state), seen)
         # Only shapes and types are needed, so nothing is computed.
         like = jax.eval_shape(self._of_batch, state, data, inputs.weight)
         return empty_window(like._replace(model_state=seen), num_batches)
@@ -226,7 +213,7 @@ class BatchGradients:
         """
         window = inputs.window
         assert window is not None, "`opened` makes the window of a first batch"
-        key = jax.random.fold_in(self._device_key(state), window.count)
+        key = jax.random.fold_in(self.device_key(state), window.count)
         data = LossData(inputs.batch, key, window.model_state)
         gradients = self._of_batch(state, data, inputs.weight)
         return added_to(window, gradients, fits=fits), gradients.metrics
@@ -237,35 +224,9 @@ class BatchGradients:
         Communication: over `inner_axes` one all-reduce of the metrics; with
           `model_state="broadcast"` also that of `from_first_replica`.
         """
-        data = LossData(inputs.batch, self._device_key(state), self._seen(state)[1])
+        data = LossData(inputs.batch, self.device_key(state), self.seen(state)[1])
         loss, (metrics, _) = self.at(state.params, data)
         return self._of_replica(with_loss(metrics, *as_quotient(loss)), inputs.weight)
-
-    def arguments(
-        self, state: TrainState, inputs: StepInputs, *, collects: bool, parts: int
-    ) -> tuple[jax.Array, PyTree]:
-        """Return the keys and the model state that the loss function receives with a batch.
-
-        A loss function that is dispatched runs outside of the step's programs.
-
-        Args:
-          state: the state of the replica.
-          inputs: the batch, and the window of earlier batches of the same update, if any.
-          collects: whether the batch is one of a window; without one in `inputs` it is the first.
-          parts: number of parts into which the batch is cut; a key for each is returned.
-
-        Communication: with `model_state="broadcast"` that of `from_first_replica`.
-        """
-        key, seen = self._device_key(state), self._seen(state)[1]
-        if collects:
-            window = inputs.window
-            key = jax.random.fold_in(key, 0 if window is None else window.count)
-            seen = seen if window is None else window.model_state
-        if parts > 1:
-            split_batch(
-                inputs.batch, parts, self.num_devices
-            )  # for its error, if `parts` does not divide the batch
-        return key[None] if parts == 1 else jax.random.split(key, parts), seen
 
     def at(self, params: PyTree, data: LossData) -> Any:
         """Return `(loss, (metrics, model state))` of a batch at these parameters."""
@@ -281,13 +242,6 @@ class BatchGradients:
         """
         del weight
         batch, key, model_state = data
-        if isinstance(batch, WithResults):
-            raise ValueError(
-                "`optimizer` asks for `value_fn`, the loss at other parameters, as line searches "
-                'do, and the loss function, a pipeline with `executor`="host", is computed outside '
-                "of the step's programs. Use an optimizer that needs `value` and `grad` alone, or "
-                'none of them, or make the pipeline with `executor`="one_program".'
-            )
         if self.accumulate == 1:
             return as_value(as_quotient(self.at(params, data)[0])[0])
         parts = split_batch(batch, self.accumulate, self.num_devices)
@@ -307,15 +261,15 @@ class BatchGradients:
         """
         params, batch, key, model_state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype),
-            (state.params, batch, jax.eval_shape(self._device_key, state), state.model_state),
+            (state.params, batch, jax.eval_shape(self.device_key, state), state.model_state),
         )
         return ready_order(self.loss, params, batch, rng=key, model_state=model_state)
 
-    def _device_key(self, state: TrainState) -> jax.Array:
+    def device_key(self, state: TrainState) -> jax.Array:
         """Return this device's PRNG key, made from that of the replica."""
         return place_key(jax.random.wrap_key_data(state.rng), self.inner_axes)
 
-    def _seen(self, state: TrainState) -> tuple[PyTree, PyTree]:
+    def seen(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Return the model state before an update, and that which the loss function sees.
 
         They differ in the PRNG keys: the loss function gets a different key on each inner device.

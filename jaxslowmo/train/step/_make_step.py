@@ -7,15 +7,16 @@ import jax
 import optax
 
 from ..._support.checks import as_int, check_choice, checks_flags
-from ..._support.types import AxisName, PyTree
-from ...embedding import Embeddings, lookup_of
+from ..._support.types import AxisName
+from ...embedding import Embeddings, tables_on
 from ...gradients.precision import Policy, computing_in
 from ...mesh import AnyMesh, MapWith, replica_count
-from ...tracing import FullLoss, as_full_loss
+from ...tracing import as_full_loss
 from ...transform import LossProgram, ParameterTransform, over_stages, spec_of
 from .._batches import HostBatch
 from ._compiler_options import checked_compiler_options
-from ._gradients import BatchGradients, ModelStateMode, WithResults
+from ._dispatched import DispatchedGradients
+from ._gradients import BatchGradients, ModelStateMode
 from ._phases import Mode
 from ._runner import Runner
 from ._train_step import TrainStep
@@ -134,7 +135,7 @@ def make_train_step(
     check_axes((gradients, optimizer, exchange), mesh, axis_name)
     if embeddings is not None:
         check_with_tables(gradients)
-    lookup = None if embeddings is None else lookup_of(embeddings, mesh, axis_name)
+        embeddings = tables_on(embeddings, mesh, axis_name)
     program = LossProgram.of(loss_fn)
     program.check_mesh(mesh)
     if map_with == "vmap":
@@ -147,24 +148,26 @@ def make_train_step(
                 'use map_with="shard_map".'
             )
     loss = as_full_loss(program.weighted or loss_fn)
-    if program.dispatch is not None:
-        loss = of_results(loss, policy)
-    elif policy is not None:
-        loss = computing_in(policy, loss)
     optimizer = over_stages(program.tied_transform(optimizer))
     if program.param_types is not None:  # refuses at once what takes leaves of several stages
         jax.eval_shape(optimizer.init, program.param_types)
     if gradients is not None and spec_of(gradients).clips:
         gradients = program.tied_transform(gradients)
-    cuts = num_microbatches if program.dispatch is not None else 1
+    differentiation: dict[str, Any] = {
+        "axis_name": axis_name,
+        "model_state": "local" if independent else model_state,
+        "unscales": "unscaled" in spec_of(optimizer).takes,
+    }
+    if program.dispatch is not None:
+        batches = DispatchedGradients.of(
+            program.dispatch, loss, policy, num_microbatches, **differentiation
+        )
+    else:
+        if policy is not None:
+            loss = computing_in(policy, loss)
+        batches = BatchGradients(loss=loss, accumulate=num_microbatches, **differentiation)
     step = Update(
-        batches=BatchGradients(
-            loss=loss,
-            axis_name=axis_name,
-            accumulate=num_microbatches // cuts,
-            model_state="local" if independent else model_state,
-            unscales="unscaled" in spec_of(optimizer).takes,
-        ),
+        batches=batches,
         gradients=None if gradients is None else checked_gradients(gradients),
         optimizer=optimizer,
         sync=None if exchange is None else exchange.bound(dict(mesh.shape)),
@@ -172,23 +175,9 @@ def make_train_step(
         program=program,
         independent=independent,
         policy=policy,
-        cuts=cuts,
         map_with=map_with,
     )
-    if lookup is not None:
-        step = UpdateWithTables.of(step, lookup)
-    runner = Runner(step, lookup, mesh, mode, host_batch, donate, options)
+    if embeddings is not None:
+        step = UpdateWithTables.of(step, embeddings)
+    runner = Runner(step, embeddings, mesh, mode, host_batch, donate, options)
     return TrainStep(runner, host_batch, settings)
-
-
-def of_results(loss: FullLoss, policy: Policy | None) -> FullLoss:
-    """Return the loss of a batch `WithResults`, from results that were computed in `policy`."""
-
-    def full(params: PyTree, batch: WithResults, **context: Any) -> Any:
-        def of_batch(params: PyTree, _: PyTree, **context: Any) -> Any:
-            return loss(params, batch.results, **context)
-
-        computed = of_batch if policy is None else computing_in(policy, of_batch)
-        return computed(params, batch.batch, **context)
-
-    return full

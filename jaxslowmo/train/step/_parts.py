@@ -17,6 +17,7 @@ from ...gradients.reducer import ReadyOrder, mean_gradients
 from ...mesh import (
     AnyMesh,
     MapWith,
+    Roles,
     axis_names,
     has_a_device_each,
     inner_specs,
@@ -32,6 +33,7 @@ from ...transform import (
     chain,
     first_states,
     holds_state,
+    init,
     spec_of,
 )
 from .._train_state import TrainState
@@ -69,7 +71,6 @@ class Parts:
       program: the form in which the loss function takes parameters and batches.
       independent: whether `sync` is "none": replicas may train independently.
       policy: dtypes in which the loss function computes; None: those of its arguments.
-      cuts: number of parts of a batch for which a loss function is dispatched one after the other.
       map_with: how the loss of one replica is mapped over replicas of several devices.
       param_specs: specs of the parameters over axes inside a replica that the compiler handles;
         None without such axes.
@@ -83,7 +84,6 @@ class Parts:
     program: LossProgram
     independent: bool = False
     policy: Policy | None = None
-    cuts: int = 1
     map_with: MapWith = "shard_map"
     param_specs: PyTree | None = None
 
@@ -162,11 +162,6 @@ class Parts:
 
     # The states of its parts, and their layout.
 
-    def chain(self) -> optax.GradientTransformationExtraArgs:
-        """Return gradient transform and optimizer as one, each with one state."""
-        given = self.gradients or optax.identity(), self.optimizer
-        return chain(*(part._replace(init=part.init) for part in given))
-
     def first_exchange(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
         """Return the first local and shared state of `sync`, for stacked parameters."""
         if self.sync is None:
@@ -186,9 +181,27 @@ class Parts:
         `unknown` are states of transforms in it that declare nothing.
         """
 
-    def roles(self, roles: Any) -> Any:
-        """Return the roles of arguments or results for `map_replicas`."""
-        return roles
+    def state_roles(self, state: TrainState) -> Roles:
+        """Return the roles of a state as an argument of `map_replicas`."""
+        del state
+        return "stacked"
+
+    def first_optimizer_states(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
+        """Return the first states of gradient transform and optimizer, for stacked parameters."""
+        given = self.gradients or optax.identity(), self.optimizer
+        # Each has one state.
+        both = chain(*(part._replace(init=part.init) for part in given))
+        gradients, optimizer = init(both, stacked, mesh=mesh, axis_name=self.axis_name)
+        return gradients, optimizer
+
+    def seen_by_loss(self, params: PyTree, share: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the types of parameters and batch that the loss function of a device receives.
+
+        Args:
+          params: the types of the parameters of one replica.
+          share: those of a device's part of a batch.
+        """
+        return params, share
 
     def stacked(self, params: PyTree, seed: int, mesh: AnyMesh) -> PyTree:
         """Return the parameters of all replicas, equal on them, from those of one."""

@@ -85,9 +85,9 @@ def build(
             per_replica,
             mesh=mesh,
             axis_name=update.axis_name,
-            in_roles=update.roles(in_roles),
-            out_roles=update.roles(out_roles),
-            automatic=layout.axes,
+            in_roles=in_roles,
+            out_roles=out_roles,
+            automatic=layout.axes.difference(layout.inner_axes),
             map_with=map_with,
         )
 
@@ -119,7 +119,8 @@ def build(
         }
         state = state._replace(exchange=state.exchange._replace(shared=()))
         out = jax.tree.map(results.__getitem__, task.results)
-        return mapped(per_replica, ("stacked", *roles), out, update.map_with)(state, *given)
+        of_all = (update.state_roles(state), *roles)
+        return mapped(per_replica, of_all, out, update.map_with)(state, *given)
 
     def scanned(state: TrainState, batch: PyTree, weight: Any = None, *_: Any) -> Any:
         def one(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:

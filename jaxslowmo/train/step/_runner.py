@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 
 from ..._support.checks import warn_once
 from ..._support.types import CompilerOptions, Phase, PyTree
-from ...embedding import Ahead, Carry, Lookup
-from ...mesh import AnyMesh, axis_names, device_mesh, inner_specs, model_axes, with_a_device_each
+from ...embedding import Ahead, Carry, Embeddings
+from ...mesh import AnyMesh, device_mesh, inner_specs, model_axes, with_a_device_each
 from ...tracing import ready_order
 from ...transform import ReplicaGroup, of_one, shardings
 from ...tree import leaf_names
@@ -24,7 +24,8 @@ from .._hyperparams import NumberPlaces, number_places, replace_numbers
 from .._train_state import TrainState
 from . import _programs as programs
 from ._beside_steps import BesideSteps
-from ._gradients import GradientWindow, Metrics, StepInputs, WithResults
+from ._dispatched import DispatchedGradients
+from ._gradients import GradientWindow, Metrics, StepInputs
 from ._in_flight import StepsInFlight
 from ._parts import Layout
 from ._phases import Mode, Phases, Recent, joined
@@ -66,7 +67,7 @@ class Runner:
 
     Args:
       update: the parts of the step.
-      lookup: the lookup of rows in tables; None without tables.
+      embeddings: the tables; None without.
       mesh: the step's mesh.
       mode: `"traced"` or `"host"`.
       host_batch: what batches of the host hold, as in `make_train_step`.
@@ -75,7 +76,7 @@ class Runner:
 
     Attributes:
       parts: the parts of the step.
-      lookup: the lookup of rows in tables; None without tables.
+      embeddings: the tables; None without.
       update: the parts, for the layout of the states.
       layout: the layout of the states.
       placing: the object that places batches on the devices.
@@ -84,7 +85,7 @@ class Runner:
     def __init__(
         self,
         update: Update,
-        lookup: Lookup | None,
+        embeddings: Embeddings | None,
         mesh: AnyMesh,
         mode: Mode,
         host_batch: HostBatch,
@@ -93,7 +94,7 @@ class Runner:
     ) -> None:
         self.parts, self.mesh, self.mode = update, mesh, mode
         self._donates, self._options, self._warn = donate, compiler_options, warn_once()
-        self.lookup, self._ahead = lookup, None if lookup is None else Ahead()
+        self.embeddings, self._ahead = embeddings, None if embeddings is None else Ahead()
         self.layout = update.layout(mesh, frozenset(), None, None)
         self.update = update.laid_out(self.layout)
         self.shardings: TrainState | None = None  # of the step's states; None before the first one
@@ -103,13 +104,13 @@ class Runner:
         self._is_checked = False  # whether a state was checked
         self._changes = False  # whether an update gives the optimizer's state another structure
         self._programs: dict[Any, Any] = {}
-        self.placing = Placing(
-            mesh, update.axis_name, host_batch, None if lookup is None else lookup.embeddings
-        )
+        self.placing = Placing(mesh, update.axis_name, host_batch, embeddings)
         self._in_flight = StepsInFlight()
         is_silent = update.gradients is None and update.sync is not None
         self._readers = readers_of_programs(
-            mesh, update.axis_name, update.map_with, is_silent=is_silent
+            *(mesh, update.axis_name, update.map_with),
+            is_silent=is_silent,
+            check_compiled=update.program.check_compiled,
         )
         self.phases, self._rooms = Phases(update.sync, mode), Recent()
         # The last state that a program has made: its counter, and the rest as long as that lives.
@@ -333,8 +334,9 @@ class Runner:
     def scan(self, state: TrainState, batches: PyTree, weight: Any) -> tuple[TrainState, Metrics]:
         """Run an update for each of several batches; see `TrainStep.scan`."""
         state = self.take(state)
-        if self.lookup is not None or self.parts.program.dispatch is not None:
-            what = 'a pipeline with `executor`="host"' if self.lookup is None else "`embeddings`"
+        has_tables = self.embeddings is not None
+        if has_tables or isinstance(self.parts.batches, DispatchedGradients):
+            what = "`embeddings`" if has_tables else 'a pipeline with `executor`="host"'
             raise ValueError(
                 f"scan: a step with {what} does work on the host between its updates: call it for "
                 "each batch (js.train_loop without `steps_per_call`)."
@@ -388,12 +390,12 @@ class Runner:
             room = self._rooms.get(inputs.window.count) or Room(0, None)
         else:
             # For the first batch at least: jaxlib 0.11 fails on CPU devices with empty arrays.
-            room = Room(0 if self.lookup is None else max(1, num_batches), share)
+            room = Room(0 if self.embeddings is None else max(1, num_batches), share)
             first = StepInputs(inputs.batch, inputs.weight)
             opens = Task.of("opened", "window", num_batches=room.num_batches)
             window = self.run(opens, state, first)
             inputs = inputs._replace(window=window)
-        fits = self.lookup is None or (room.num_batches > 0 and room.share == share)
+        fits = self.embeddings is None or (room.num_batches > 0 and room.share == share)
         task = _collect(ahead, fits=fits)
         window, metrics, carry = self.run(task, state, inputs)
         if room.num_batches and not isinstance(window.count, Tracer):
@@ -484,7 +486,7 @@ class Runner:
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
         """Return the order in which gradients are ready; see `TrainStep.ready_order`."""
-        if self.parts.program.dispatch is not None:
+        if isinstance(self.parts.batches, DispatchedGradients):
             return None
         state = self.take(state, updates=False, runs=False)
         share = self.placing.share(as_arrays(batch), self.layout.data_axes)
@@ -492,8 +494,7 @@ class Runner:
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state.params, state.model_state)
         )
         try:
-            if self.lookup is not None:
-                params, share = self.lookup.seen_by_loss(params, share)
+            params, share = self.parts.seen_by_loss(params, share)
             return ready_order(self.update.batches.loss, params, share, model_state=model_state)
         except NameError:  # unbound axis name
             return None
@@ -509,36 +510,16 @@ class Runner:
           inputs: inputs with a placed batch; returned unchanged if there is nothing to dispatch.
           runs: whether to compute the results; False returns their types.
         """
-        dispatch = self.parts.program.dispatch
-        if dispatch is None or inputs.batch is None or isinstance(inputs.batch, WithResults):
+        batches = self.update.batches
+        if not isinstance(batches, DispatchedGradients) or not batches.is_due(inputs):
             return inputs
-        if isinstance(state.step, Tracer):
-            raise ValueError(
-                "A step whose `loss_fn` dispatches programs of its own, as a pipeline with "
-                '`executor`="host" does, cannot be called inside of jax.jit, lax.scan and the '
-                'like: call it outside, or make the pipeline with `executor`="one_program".'
-            )
-        differentiates = task is not EVALUATE
-        collects = inputs.window is not None or task.method in ("opened", "collected")
-        parts = self.parts.cuts if differentiates else 1
-        which = Task.of("arguments", "arguments", collects=collects, parts=parts)
         state = without_optimizer(state)
+        which = batches.task(task, inputs)
         program = self.program(which, state, inputs)
-        program = program if runs else partial(jax.eval_shape, program)
-        params, batch, keys, seen = program(state, *inputs)
-        results = dispatch(
-            state.params if params is None else params,
-            inputs.batch if batch is None else batch,
-            rng=keys,
-            model_state=seen,
-            replicas=axis_names(self.parts.axis_name),
-            inner_axes=self.layout.inner_axes,
-            parts=parts,
-            differentiates=differentiates,
-            compiler_options=self._options,
-            runs=runs,
+        arguments = (program if runs else partial(jax.eval_shape, program))(state, *inputs)
+        return batches.dispatched(
+            which, state, inputs, arguments, compiler_options=self._options, runs=runs
         )
-        return inputs._replace(batch=WithResults(inputs.batch, results))
 
     def ran(self, inputs: StepInputs, metrics: Metrics) -> None:
         """Record a program that was started with a batch."""

@@ -105,50 +105,89 @@ def _text_of(value: Any) -> str:
 
 
 def readers_of_programs(
-    mesh: AnyMesh, axis_name: AxisName, map_with: MapWith, *, is_silent: bool
+    mesh: AnyMesh,
+    axis_name: AxisName,
+    map_with: MapWith,
+    *,
+    is_silent: bool,
+    check_compiled: Callable[[str], None] | None = None,
 ) -> list[Callable[..., None]]:
     """Return what is called before each run of a program, with its name, phase and arguments.
 
-    That is nothing for one process whose local steps cannot send; see `LocalTraffic`.
+    That is nothing for one process whose local steps cannot send, see `LocalTraffic`, without a
+    `check_compiled`, that of a `LossProgram`.
     """
     traffic = LocalTraffic(mesh, axis_name, map_with, is_silent=is_silent)
     compared = [ComparedPrograms(mesh).before_run] if is_of_processes(mesh) else []
-    return [*compared, *([traffic.before_run] if traffic.may_send else [])]
+    checked = [] if check_compiled is None else [CheckedPrograms(check_compiled).before_run]
+    return [*compared, *([traffic.before_run] if traffic.may_send else []), *checked]
 
 
-class ComparedPrograms:
-    """The programs of a step that its processes have compared, each before its first run.
+class FirstRuns:
+    """What is done before the first run of each program of a step.
 
     A program is new by itself and by the structure and the types of its inputs.
+    """
+
+    def __init__(self) -> None:
+        self._seen: set[Any] = set()
+
+    def before_run(self, program: Any, name: str, phase: Phase | None, *args: Any) -> None:
+        """Call `first_run` for a program that has not run; not inside of another program.
+
+        Args:
+          program: the jitted program.
+          name: name of what the program does.
+          phase: the phase of its updates; None if it decides itself, or has none.
+          *args: the state that the program takes, and its inputs.
+        """
+        state, *inputs = args
+        leaves, structure = jax.tree.flatten(inputs)
+        key = program, structure, *map(jax.typeof, leaves)
+        if key not in self._seen and not any(isinstance(x, Tracer) for x in (state.step, *leaves)):
+            self.first_run(program, name, phase, *args)
+            self._seen.add(key)
+
+    def first_run(self, program: Any, name: str, phase: Phase | None, *args: Any) -> None:
+        """Do what is to be done, with the arguments of `before_run`."""
+        raise NotImplementedError
+
+
+class CheckedPrograms(FirstRuns):
+    """The compiled programs that a `LossProgram` checks.
+
+    Args:
+      check: function of the text of a compiled program.
+    """
+
+    def __init__(self, check: Callable[[str], None]) -> None:
+        super().__init__()
+        self._check = check
+
+    def first_run(self, program: Any, name: str, phase: Phase | None, *args: Any) -> None:
+        """Raise the error of the check; the program's call does not compile it again."""
+        self._check(program.lower(*args).compile().as_text() or "")
+
+
+class ComparedPrograms(FirstRuns):
+    """The programs of a step that its processes compare.
 
     Args:
       mesh: the mesh of the step.
     """
 
     def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
         self._mesh, self._comparisons = mesh, Comparisons("program")
-        self._seen: set[Any] = set()
 
-    def before_run(self, program: Any, name: str, phase: Phase | None, *args: Any) -> None:
+    def first_run(self, program: Any, name: str, phase: Phase | None, *args: Any) -> None:
         """Raise `ValueError` on every process if a new program differs between processes.
 
-        A process that does not report in time is named in a warning. Nothing is compared inside of
-        another program.
+        A process that does not report in time is named in a warning.
 
-        Args:
-          program: the jitted program, which is traced; its call does not trace it again.
-          name: name of what the program does.
-          phase: the phase of its updates; None if it decides itself, or has none.
-          *args: the state that the program takes, and its inputs.
-
-        Communication: none with one process, and for programs that were compared before; else one
-          message of each process to the coordinator, and one back.
+        Communication: none with one process; else one message of each process to the coordinator,
+          and one back.
         """
-        state, *inputs = args
-        leaves, structure = jax.tree.flatten(inputs)
-        key = program, structure, *map(jax.typeof, leaves)
-        if key in self._seen or any(isinstance(x, Tracer) for x in (state.step, *leaves)):
-            return
         name = f"`{name}`" + ("" if phase is None else f" of phase {phase_name(phase)!r}")
         lines = program_lines(name, program.trace(*args))
         late = (
@@ -157,7 +196,6 @@ class ComparedPrograms:
             "the exchange of this step hangs or ends in an error of the network."
         )
         self._comparisons.compare(lines, self._mesh, _verdict, late)
-        self._seen.add(key)
 
 
 def program_lines(name: str, program: jax.stages.Traced) -> Description:

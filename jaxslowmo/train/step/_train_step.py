@@ -11,7 +11,6 @@ from ...algorithms import shares_of_gossip
 from ...embedding import WithTables
 from ...mesh import Shares, consensus, describe, replicate_as
 from ...tracing import state_types
-from ...transform import init as make_states
 from ...tree import check_arrays
 from .._batches import HostBatch
 from .._train_state import StepExchange, TrainState, started
@@ -36,9 +35,9 @@ class TrainStep:
 
     def __init__(self, runner: Runner, host_batch: HostBatch, settings: Mapping[str, Any]) -> None:
         self._runner, self._settings = runner, settings
-        parts, lookup = runner.parts, runner.lookup
+        parts = runner.parts
         self.mesh, self.axis_name, self.mode = runner.mesh, parts.axis_name, runner.mode
-        self.embeddings = None if lookup is None else lookup.embeddings
+        self.embeddings = runner.embeddings
         self.sync = parts.sync
         self.host_batch: HostBatch = host_batch
 
@@ -70,7 +69,7 @@ class TrainStep:
         if jax.process_count() > 1:
             types = state_types(parts.optimizer, parts.dense(stacked), **placement)
             compare_settings({"optimizer.init(params)": describe(types)})
-        gradients, optimizer = make_states(parts.chain(), stacked, **placement)
+        gradients, optimizer = parts.first_optimizer_states(stacked, self.mesh)
         if opt_state is not None:
             one = jax.tree.structure(jax.tree.map(lambda x: 0, optimizer))
             if jax.tree.structure(opt_state) != one:

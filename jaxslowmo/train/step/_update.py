@@ -18,7 +18,7 @@ from ...gradients.precision import (
     was_skipped,
     zero_if,
 )
-from ...mesh import AnyMesh, axis_names
+from ...mesh import AnyMesh, Roles, axis_names
 from ...transform import (
     ExchangeState,
     ReplicaGroup,
@@ -116,16 +116,17 @@ class Update(Parts):
             return self.prepared(state, StepInputs(*inputs), gathered=gathered, **static)
 
         local = state._replace(exchange=state.exchange._replace(shared=()))
-        out = "stacked", "stacked", self.extra_roles
+        own = self.state_roles(local)
+        out = self.pending_roles, "stacked", self.extra_roles
         where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
         # One number for all replicas, by which conditionals decide.
         count = number_of_all(increment(state.step), **where)
         if self.map_with == "vmap":  # the loss alone needs it
-            found = mapped(gather, ("stacked", *roles), "stacked", "vmap")(local, *inputs)
-            given = ("stacked", "stacked", *roles)
+            found = mapped(gather, (own, *roles), "stacked", "vmap")(local, *inputs)
+            given = (own, "stacked", *roles)
             pending, metrics, extra = mapped(prepare_with, given, out)(local, found, *inputs)
         else:
-            pending, metrics, extra = mapped(prepare, ("stacked", *roles), out)(local, *inputs)
+            pending, metrics, extra = mapped(prepare, (own, *roles), out)(local, *inputs)
 
         def exchange(replicas: StackedReplicas, own: Any, shared: PyTree) -> Any:
             state, pending = own
@@ -136,6 +137,11 @@ class Update(Parts):
         return self.completed(mapped, local, new, inputs, metrics, extra, count, phase, **static)
 
     extra_roles: ClassVar[str] = "stacked"  # of what `prepared` leaves to `completed`
+
+    @property
+    def pending_roles(self) -> Roles:
+        """The roles of the first result of `prepared`."""
+        return "stacked"
 
     def gathered(self, state: TrainState, inputs: StepInputs) -> tuple[Gradients, Metrics]:
         """Return the gradients of an update; see `BatchGradients.gathered`."""
@@ -328,18 +334,10 @@ class Update(Parts):
         """Return the metrics of a forward pass; see `BatchGradients.evaluated`."""
         return self.batches.evaluated(keyed(state), inputs)
 
-    def arguments(
-        self, state: TrainState, inputs: StepInputs, *, collects: bool, parts: int
-    ) -> tuple[PyTree, PyTree, jax.Array, PyTree]:
-        """Return what a loss function that is dispatched receives; see `BatchGradients.arguments`.
-
-        That is parameters and batch, keys, and model state. The first two are None if they need no
-        cast: the caller uses its own arrays, so the program need not copy them.
-        """
-        keys, seen = self.batches.arguments(keyed(state), inputs, collects=collects, parts=parts)
-        if self.policy is None:
-            return None, None, keys, seen
-        return self.policy.cast(state.params), self.policy.cast(inputs.batch), keys, seen
+    def arguments(self, state: TrainState, inputs: StepInputs, **static: Any) -> Any:
+        """Return what a loss function that is dispatched receives; see `DispatchedGradients`."""
+        batches: Any = self.batches
+        return batches.arguments(keyed(state), inputs, **static)
 
 
 def keyed(state: TrainState) -> TrainState:

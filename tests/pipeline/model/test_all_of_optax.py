@@ -12,13 +12,13 @@ from support.exhaustive import sweep
 from support.promotion import promoting
 
 STEPS, TOLERANCE = 20, 1e-5
-# What takes norms, distances or losses of all parameters, draws keys by their number, joins them.
+# What takes norms, distances or losses of all parameters, or joins them.
 MIXES = {
-    *["add_noise", "apply_if_finite", "clip_by_global_norm", "flatten", "lbfgs", "noisy_sgd"],
+    *["apply_if_finite", "clip_by_global_norm", "flatten", "lbfgs"],
     *["normalize_by_update_norm", "polyak_sgd", "scale_by_backtracking_linesearch"],
     *["scale_by_lbfgs", "scale_by_polyak"],
     *["scale_by_zoom_linesearch", "dadapt_adamw", "dog", "dowg", "mechanize", "momo", "momo_adam"],
-    *["hutchinson_estimator_diag_hessian", "normalize", "prodigy", "sam", "sophia"],
+    *["normalize", "prodigy", "sam", "measure_with_ema", "monitor", "snapshot"],
 }
 # Those of the table that are made for parameters of another form, or for gradients per example.
 OTHERS = {

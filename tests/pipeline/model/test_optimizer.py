@@ -132,7 +132,7 @@ def test_ours_see_all_stages_and_count_tied_leaves_once(mesh_of):
     assert (np.asarray(both[0].clip_factor) < 1).all()
 
 
-def test_an_optimizer_sees_paths_and_shapes_of_the_model_and_nothing_else(mesh_of):
+def test_an_optimizer_sees_the_tree_of_the_model_with_tied_leaves_once(mesh_of):
     seen = []
 
     def init(params):
@@ -142,18 +142,33 @@ def test_an_optimizer_sees_paths_and_shapes_of_the_model_and_nothing_else(mesh_o
     def update(updates, state, params=None):
         return jax.tree.map(lambda x: x / jnp.sum(x), updates), state
 
-    tx = optax.GradientTransformation(init, update)
     pipe = pipeline(mesh_of({"stage": 4}), SCHEDULES["one_f_one_b"])
-    jax.eval_shape(js.chain(tx).init, pipe.layout.types)
-    shapes, none = jax.tree.map(np.shape, PARAMS), optax.MaskedNode()
-    for block in pipe.layout.blocks:
-        own = [
-            {name: s if i in range(*block) else none for name, s in layer.items()}
-            for i, layer in enumerate(shapes)
-        ]
-        if block[1] == len(shapes):  # a copy of the first table is seen in that one's place
-            own[0]["table"], own[-1]["table"] = own[-1]["table"], None
-        assert own in seen
+    jax.eval_shape(js.chain(optax.GradientTransformation(init, update)).init, pipe.layout.types)
+    once = jax.tree.map(np.shape, PARAMS)
+    once[-1]["table"] = None
+    assert once in seen
+
+
+def test_each_stage_prints_its_own_leaves(mesh_of, capfd):
+    def printing(updates, state, params=None):
+        for i, layer in enumerate(updates):
+            for name, x in layer.items():
+                if x is not None:
+                    jax.debug.print("layer " + str(i) + f" {name}" + " {}", x.size)
+        jax.debug.print("count {}", state)
+        return jax.tree.map(lambda x: x / jnp.sum(x), updates), state + 1
+
+    pipe = pipeline(mesh_of({"stage": 2}))
+    tx = js.chain(optax.GradientTransformation(lambda params: jnp.zeros([], int), printing))
+    stacked = pipe.layout.stack(PARAMS)
+    jax.block_until_ready(jax.jit(tx.update)(stacked, tx.init(stacked), stacked))
+    jax.effects_barrier()
+    lines = capfd.readouterr().out.splitlines()
+    assert lines.count("count 0") == 2
+    for i, layer in enumerate(PARAMS):
+        for name, x in layer.items():
+            if (i, name) != (len(PARAMS) - 1, "table"):
+                assert f"layer {i} {name} {x.size}" in lines
 
 
 def test_what_mixes_is_refused_when_the_step_is_made(mesh_of):

@@ -38,20 +38,12 @@ def test_no_gradient_of_a_table_exists():
     assert memory.temp_size_in_bytes < own / 50
 
 
+@pytest.mark.parametrize("axes", [{"virtual": 2}, {"replica": 8}, {"replica": 4, "shard": 2}])
 @pytest.mark.parametrize(
-    ("name", "axes", "limit"),
-    [
-        ("local_sgd", {"virtual": 2}, 0.05),
-        ("local_sgd", {"replica": 8}, 0.05),
-        ("local_sgd", {"replica": 4, "shard": 2}, 0.05),
-        # Shards of the anchor's mean and of its step; with a base one conditional inside another
-        # copies a device's tables once.
-        ("diloco", {"replica": 8}, 2 / 8 + 0.01),
-        ("slowmo", {"replica": 8}, 1 + 1 / 8),
-    ],
+    ("name", "limit"), [("local_sgd", 0.04), ("diloco", 0.08), ("slowmo", 0.08)]
 )
 def test_memory_of_a_step_that_decides_what_is_due(name, axes, limit):
-    """Tables stay where they are in local updates, and are averaged block by block."""
+    """Tables stay where they are in local updates, and are exchanged block by block."""
     is_virtual, shards = "virtual" in axes, axes.get("shard", 1)
     mesh = js.virtual_mesh({"replica": 2}) if is_virtual else js.make_mesh(axes)
     made = js.embeddings(

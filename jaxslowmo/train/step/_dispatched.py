@@ -1,0 +1,166 @@
+"""Gradients of a loss function whose programs the host starts before those of the step.
+
+Such is a pipeline with `executor="host"`. A program of the step says what the loss function
+receives, the host starts the loss function's programs, and their results stand in the place of the
+batch in the program of the update.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import jax
+from jax.core import Tracer
+
+from ..._support.types import CompilerOptions, PyTree
+from ...gradients.precision import Policy, computing_in
+from ...mesh import axis_names
+from ...tracing import FullLoss
+from .._train_state import TrainState
+from ._gradients import BatchGradients, LossData, StepInputs, split_batch
+from ._programs import EVALUATE, Task
+
+
+class WithResults(NamedTuple):
+    """A batch, and the results of a dispatched loss function for it.
+
+    Attributes:
+      batch: the batch itself.
+      results: what the loss function takes in place of the batch, inside of a program; leaves have
+        a leading dimension over the positions over which the batch is split.
+    """
+
+    batch: PyTree
+    results: PyTree
+
+
+@dataclass(frozen=True)
+class DispatchedGradients(BatchGradients):
+    """Gradients of a loss function that the host dispatches.
+
+    Attributes:
+      dispatch: function that runs the loss function's programs; see `HostPipeline.dispatch`.
+      parts: number of parts of a batch that are dispatched one after the other; their means are the
+        results, so there are no microbatches inside of a program.
+      policy: dtypes in which the loss function computes; None: those of its arguments.
+    """
+
+    dispatch: Callable[..., Any] = lambda *_, **__: None
+    parts: int = 1
+    policy: Policy | None = None
+
+    @classmethod
+    def of(
+        cls,
+        dispatch: Callable[..., Any],
+        loss: FullLoss,
+        policy: Policy | None,
+        parts: int,
+        **options: Any,
+    ) -> Self:
+        """Return the gradients of a loss function, with these other fields."""
+
+        def of_results(params: PyTree, batch: WithResults, **context: Any) -> Any:
+            def of_batch(params: PyTree, _: PyTree, **context: Any) -> Any:
+                return loss(params, batch.results, **context)
+
+            computed = of_batch if policy is None else computing_in(policy, of_batch)
+            return computed(params, batch.batch, **context)
+
+        own: dict[str, Any] = {"dispatch": dispatch, "parts": parts, "policy": policy}
+        return cls(loss=of_results, accumulate=1, **own, **options)
+
+    # On the host.
+
+    def is_due(self, inputs: StepInputs) -> bool:
+        """Return whether the inputs hold a batch without its results."""
+        return inputs.batch is not None and not isinstance(inputs.batch, WithResults)
+
+    def task(self, task: Task, inputs: StepInputs) -> Task:
+        """Return the task of the program that says what the loss function receives for a task."""
+        collects = inputs.window is not None or task.method in ("opened", "collected")
+        parts = 1 if task is EVALUATE else self.parts
+        static = {"collects": collects, "parts": parts, "differentiates": task is not EVALUATE}
+        return Task.of("arguments", "arguments", **static)
+
+    def dispatched(
+        self,
+        task: Task,
+        state: TrainState,
+        inputs: StepInputs,
+        arguments: Any,
+        *,
+        compiler_options: CompilerOptions,
+        runs: bool,
+    ) -> StepInputs:
+        """Return the inputs with the loss function's results in place of the batch.
+
+        Args:
+          task: the task of the program that has returned `arguments`.
+          state: the state at which the loss function is computed.
+          inputs: inputs with a placed batch.
+          arguments: the results of `arguments` on all positions.
+          compiler_options: options for the compiler of the loss function's programs.
+          runs: whether to compute the results; False returns their types.
+        """
+        if isinstance(state.step, Tracer):
+            raise ValueError(
+                "A step whose `loss_fn` dispatches programs of its own, as a pipeline with "
+                '`executor`="host" does, cannot be called inside of jax.jit, lax.scan and the '
+                'like: call it outside, or make the pipeline with `executor`="one_program".'
+            )
+        params, batch, keys, seen = arguments
+        static = dict(task.static)
+        results = self.dispatch(
+            state.params if params is None else params,
+            inputs.batch if batch is None else batch,
+            rng=keys,
+            model_state=seen,
+            replicas=axis_names(self.axis_name),
+            inner_axes=self.inner_axes,
+            parts=static["parts"],
+            differentiates=static["differentiates"],
+            compiler_options=compiler_options,
+            runs=runs,
+        )
+        return inputs._replace(batch=WithResults(inputs.batch, results))
+
+    # In the step's programs.
+
+    def arguments(
+        self, state: TrainState, inputs: StepInputs, *, collects: bool, parts: int, **_: Any
+    ) -> tuple[PyTree, PyTree, jax.Array, PyTree]:
+        """Return parameters, batch, keys and model state that the loss function receives.
+
+        Parameters and batch are None if they need no cast: the caller uses its own arrays, so the
+        program need not copy them.
+
+        Args:
+          state: the state of the replica.
+          inputs: the batch, and the window of earlier batches of the same update, if any.
+          collects: whether the batch is one of a window; without one in `inputs` it is the first.
+          parts: number of parts into which the batch is cut; a key for each is returned.
+
+        Communication: with `model_state="broadcast"` that of `from_first_replica`.
+        """
+        key, seen = self.device_key(state), self.seen(state)[1]
+        if collects:
+            window = inputs.window
+            key = jax.random.fold_in(key, 0 if window is None else window.count)
+            seen = seen if window is None else window.model_state
+        keys = key[None]
+        if parts > 1:
+            split_batch(inputs.batch, parts, self.num_devices)  # for its error
+            keys = jax.random.split(key, parts)
+        if self.policy is None:
+            return None, None, keys, seen
+        return self.policy.cast(state.params), self.policy.cast(inputs.batch), keys, seen
+
+    def loss_at(self, params: PyTree, weight: Any = None, *, data: LossData) -> jax.Array:
+        """Raise `ValueError`: the loss at other parameters is not computed inside of a program."""
+        raise ValueError(
+            "`optimizer` asks for `value_fn`, the loss at other parameters, as line searches do, "
+            'and the loss function, a pipeline with `executor`="host", is computed outside of the '
+            "step's programs. Use an optimizer that needs `value` and `grad` alone, or none of "
+            'them, or make the pipeline with `executor`="one_program".'
+        )

@@ -1,0 +1,331 @@
+"""Transforms of three kinds, and chains of them: on stages as without, or refused.
+
+What treats elements alike runs on the buffers, what takes its own leaf in a branch per stage.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+
+import jaxslowmo as js
+from jaxslowmo.transform import takes_extra
+from support.promotion import promoting
+
+SHAPES = {"b": (4,), "head": (3, 3), "w": (5, 3)}
+UPDATES = 3
+DRAW = np.random.default_rng(0).normal
+TREES = [
+    [{name: np.float32(DRAW(size=shape))} for name, shape in SHAPES.items()]
+    for _ in range(UPDATES + 1)
+]
+
+
+def no_bias(tree):
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "b", tree)
+
+
+def is_matrix(tree):
+    return jax.tree.map(lambda x: x.ndim > 1, tree)
+
+
+def of_leaves(update):
+    return optax.stateless(lambda updates, params: update(updates))
+
+
+def every(update):
+    return of_leaves(lambda tree: jax.tree.map(update, tree))
+
+
+def counted(update):
+    """A transform with a counter; `update(count, updates)`."""
+    return optax.GradientTransformation(
+        lambda params: jnp.zeros([], jnp.int32),
+        lambda updates, count, params=None: (update(count, updates), count + 1),
+    )
+
+
+@jax.custom_jvp
+def clipped(x):
+    return jnp.where(x > 1, 1.0, x)
+
+
+clipped.defjvp(lambda primals, tangents: (clipped(*primals), tangents[0]))
+
+
+def scanned(tree):
+    """Scale all leaves in one loop, whose carry they share."""
+
+    def step(carry, factor):
+        return jax.tree.map(lambda x: x * factor, carry), factor
+
+    return lax.scan(step, tree, jnp.ones(3))[0]
+
+
+def scanned_norms(tree):
+    def step(carry, _):
+        first, *_, last = carry
+        return [*carry[:-1], {"w": last["w"] + first["b"][0]}], 0.0
+
+    return lax.scan(step, tree, None, length=2)[0]
+
+
+def until_small(tree):
+    return lax.while_loop(
+        lambda now: jnp.sum(now[0]["b"]) > 1.0, lambda now: jax.tree.map(lambda x: x / 2, now), tree
+    )
+
+
+def remembering_a_norm():
+    """The norm of one update scales the next one."""
+    return optax.GradientTransformation(
+        lambda params: jnp.ones([]),
+        lambda updates, norm, params=None: (
+            jax.tree.map(lambda x: x / norm, updates),
+            optax.tree.norm(updates),
+        ),
+    )
+
+
+def from_the_first_norm():
+    return optax.GradientTransformation(
+        optax.tree.norm,
+        lambda updates, norm, params=None: (jax.tree.map(lambda x: x / norm, updates), norm),
+    )
+
+
+def unread_norm():
+    return optax.GradientTransformation(
+        lambda params: jnp.zeros([]),
+        lambda updates, norm, params=None: (updates, optax.tree.norm(updates)),
+    )
+
+
+ELEMENTS = {
+    "sgd": optax.sgd(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "nesterov": optax.sgd(0.7, momentum=0.9, nesterov=True),
+    "adam": optax.adam(0.1),
+    "half": promoting(optax.adam(0.1, mu_dtype=jnp.bfloat16)),
+    "adamw": promoting(optax.adamw(optax.cosine_decay_schedule(0.1, 20), weight_decay=0.1)),
+    "mask of all": optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: True, tree)),
+    "lion": optax.lion(0.1),
+    "rmsprop": optax.rmsprop(0.1),
+    "clip": optax.chain(optax.clip(0.5), optax.sgd(0.1)),
+    "injected": optax.inject_hyperparams(optax.adam)(0.1),
+    "several": promoting(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
+    "schedule free": optax.contrib.schedule_free_sgd(0.1),
+    "ema": optax.ema(0.9),
+    "slow momentum": js.slow_momentum(0.5),
+    "nesterov slow momentum": js.slow_momentum(0.5, nesterov=True),
+    "custom jvp": every(clipped),
+    "jit": of_leaves(jax.jit(lambda tree: jax.tree.map(jnp.tanh, tree))),
+    "remat": every(jax.checkpoint(jnp.sin)),
+    "cond": counted(lambda n, x: lax.cond(n > 1, lambda: x, lambda: jax.tree.map(jnp.sign, x))),
+}
+LEAVES = {
+    "mask by name": optax.adamw(0.1, weight_decay=0.5, mask=no_bias),
+    "mask by rank": optax.adamw(0.1, weight_decay=0.5, mask=is_matrix),
+    "masked": optax.chain(optax.masked(optax.scale(2.0), no_bias), optax.sgd(0.1)),
+    "partition": optax.partition({True: optax.adam(0.1), False: optax.sgd(0.1)}, no_bias),
+    "lamb": optax.lamb(0.1),
+    "lars": optax.lars(0.1),
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
+    "sm3": optax.sm3(0.1),
+    "block rms": optax.clip_by_block_rms(0.1),
+    "centralize": optax.centralize(),
+    "muon": optax.contrib.muon(0.1, ns_steps=1),
+    "noise": promoting(optax.add_noise(0.1, 0.5, 0)),
+    "mean": every(lambda x: x - jnp.mean(x)),
+    "by rank": every(lambda x: x / (1 + x.ndim)),
+    "neighbours": every(lambda x: x[::-1]),
+    "scan": of_leaves(scanned),
+    "adafactor of a mask": optax.masked(optax.adafactor(0.1, min_dim_size_to_factor=2), is_matrix),
+}
+MIXING = {
+    "global norm": optax.clip_by_global_norm(1e-3),
+    "far global norm": optax.chain(optax.clip_by_global_norm(1e4), optax.sgd(0.1)),
+    "all finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "prodigy": promoting(optax.contrib.prodigy()),
+    "remembered norm": remembering_a_norm(),
+    "unread norm": unread_norm(),
+    "first norm": from_the_first_norm(),
+    "scan of several": of_leaves(scanned_norms),
+    "while of one": of_leaves(until_small),
+    "cond of one": of_leaves(
+        lambda x: lax.cond(x[0]["b"][0] > 0, lambda: x, lambda: jax.tree.map(jnp.sign, x))
+    ),
+    "flatten": optax.flatten(optax.adam(0.1)),  # does not, but joins them
+    "needs more": optax.GradientTransformationExtraArgs(
+        lambda params: (), lambda updates, state, params=None, *, curvature: (updates, state)
+    ),
+}
+ALL = {**ELEMENTS, **LEAVES, **MIXING}
+
+
+@functools.cache
+def layout():
+    """Three layers of one leaf each on two stages."""
+    return layout_of(TREES[0], [[(0, 1)], [(1, 3)]])
+
+
+def layout_of(params, parts):
+    model = js.LayeredModel([lambda p, x: x] * len(params), lambda x, batch: jnp.mean(x))
+    mesh = js.make_mesh({"stage": len(parts)}, devices=jax.devices()[: len(parts)])
+    schedule = js.schedules.gpipe(len(parts), 2)
+    return js.pipelined(model, params, schedule, mesh=mesh, parts=parts).layout
+
+
+def kind_of(tx):
+    """Return how a transform runs on stages."""
+    tx, types = js.chain(tx), layout().types
+    try:
+        state = jax.eval_shape(tx.init, types)
+    except ValueError as error:
+        return "refused" if "depends on leaves of other stages" in str(error) else error
+    value = jax.ShapeDtypeStruct((), jnp.float32)
+    more = {"value": value} if takes_extra(state) else {}
+    program = str(jax.make_jaxpr(tx.update)(types, state, types, **more))
+    return "per stage" if "shard_map[" in program else "on buffers"
+
+
+def trained(tx, formed):
+    """Return the parameters after updates, with trees in the form that `formed` gives them."""
+    params, *grads = map(formed, TREES)
+    state = tx.init(params)
+    for each in grads:
+        updates, state = jax.jit(tx.update)(each, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def check_equal(tx):
+    found = layout().unstack(trained(js.chain(tx), layout().stack))
+    known = trained(optax.with_extra_args_support(tx), lambda tree: tree)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), found, known)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_it_runs_in_its_way_and_equals_itself_without_stages(name):
+    kind = {**dict.fromkeys(ELEMENTS, "on buffers"), **dict.fromkeys(LEAVES, "per stage")}
+    assert kind_of(ALL[name]) == kind.get(name, "refused")
+    if name not in MIXING:
+        check_equal(ALL[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("global norm", ("'0/b'", "'1/head'")),
+        ("unread norm", ("keeps a number", "'1/head'")),
+        ("needs more", ("TypeError", "unexpected keyword")),
+    ],
+)
+def test_a_refusal_names_leaves_and_errors(name, parts):
+    with pytest.raises(ValueError, match="leaves of other stages") as refused:
+        js.chain(ALL[name]).init(layout().types)
+    assert all(part in str(refused.value) for part in parts), refused.value
+
+
+PARTS = {
+    "clip": (optax.clip(0.3), 0),
+    "adam": (optax.scale_by_adam(), 0),
+    "momentum": (optax.trace(0.5), 0),
+    "decay": (optax.add_decayed_weights(0.1), 0),
+    "rate": (optax.scale_by_schedule(optax.linear_schedule(1.0, 0.1, 3)), 0),
+    "unit": (optax.scale_by_trust_ratio(), 1),
+    "masked": (optax.add_decayed_weights(0.1, mask=no_bias), 1),
+    "rms": (optax.clip_by_block_rms(0.2), 1),
+    "norm": (optax.clip_by_global_norm(0.1), 2),
+    "size": (optax.normalize_by_update_norm(), 2),
+}
+AROUND = {
+    "nothing": lambda tx: tx,
+    "several": lambda tx: promoting(optax.MultiSteps(tx, 2).gradient_transformation()),
+    "masked": lambda tx: optax.masked(tx, lambda tree: jax.tree.map(lambda x: True, tree)),
+    "jit": lambda tx: optax.GradientTransformation(jax.jit(tx.init), jax.jit(tx.update)),
+}
+
+
+@settings(max_examples=15)
+@given(st.lists(st.sampled_from([*PARTS]), min_size=1, max_size=4), st.sampled_from([*AROUND]))
+def test_a_chain_runs_as_its_loosest_part(names, around):
+    loosest = max(PARTS[name][1] for name in names)
+    tx = AROUND[around](optax.chain(*[PARTS[name][0] for name in names]))
+    assert kind_of(tx) == ("on buffers", "per stage", "refused")[loosest]
+    if loosest < 2:
+        check_equal(tx)
+
+
+def test_extra_arguments_are_followed():
+    plateau, polyak = promoting(optax.contrib.reduce_on_plateau()), optax.polyak_sgd()
+    assert kind_of(plateau) == "on buffers"
+    assert kind_of(polyak) == "refused"
+
+
+ALIKE = [DRAW(size=(4, 3)).astype(np.float32) for _ in range(4)]
+OF_OTHERS = {
+    "product": lambda x: [leaf * x[0] for leaf in x],
+    "reversed": lambda x: x[::-1],
+    "where": lambda x: [jnp.where(x[-1] > 0, leaf, -leaf) for leaf in x],
+    "cond": lambda x: [lax.cond(x[0][0, 0] > 0, lambda y=y: y, lambda y=y: -y) for y in x],
+}
+BY_NUMBER = {
+    "jit": lambda i, x: jax.jit(lambda x: x * jnp.asarray(ALIKE[i]))(x),
+    "jit of jit": lambda i, x: jax.jit(jax.jit(lambda x: x * jnp.asarray(ALIKE[i])))(x),
+    "callback": lambda i, x: jax.pure_callback(lambda x: x * np.float32(i), x, x),
+}
+
+
+def updated(fn, stages):
+    """Return the updates of `fn` for leaves that are alike, on stages of equally many."""
+    size = len(ALIKE) // stages
+    laid_out = layout_of(ALIKE, [[(i * size, (i + 1) * size)] for i in range(stages)])
+
+    def update(tree):
+        leaves, structure = jax.tree.flatten(tree)
+        return structure.unflatten(fn(leaves))
+
+    tx, stacked = js.chain(of_leaves(update)), laid_out.stack(ALIKE)
+    return laid_out.unstack(jax.jit(tx.update)(stacked, tx.init(stacked), stacked)[0])
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_other_leaves_of_the_same_shape_are_not_the_own_one(name):
+    fn = OF_OTHERS[name]
+    jax.tree.map(np.testing.assert_array_equal, updated(fn, 1), fn(ALIKE))
+    with pytest.raises(ValueError, match="leaves of other stages"):
+        updated(fn, 2)
+
+
+@pytest.mark.parametrize("name", BY_NUMBER)
+def test_stages_run_their_own_constants_and_callbacks(name):
+    def fn(leaves):
+        return [BY_NUMBER[name](i, x) for i, x in enumerate(leaves)]
+
+    jax.tree.map(np.testing.assert_array_equal, updated(fn, 2), fn(ALIKE))
+
+
+@pytest.mark.parametrize("combines", [False, True])
+def test_a_number_without_a_dtype_of_its_own_has_none_in_stages(combines):
+    """A weakly typed number of a state widens no bfloat16, on buffers or per stage."""
+
+    def update(updates, number, params=None):
+        del params
+        mean = jnp.mean if combines else jnp.zeros_like
+        return jax.tree.map(lambda x: x * number + mean(x), updates), number / 2
+
+    tx = optax.GradientTransformation(lambda params: jnp.asarray(0.3), update)
+    leaves = [x.astype(jnp.bfloat16) for x in ALIKE]
+    laid_out, on_stages = layout_of(leaves, [[(0, 2)], [(2, 4)]]), js.chain(tx)
+    stacked = laid_out.stack(leaves)
+    found, number = jax.jit(on_stages.update)(stacked, on_stages.init(stacked))
+    known, expected = jax.jit(tx.update)(leaves, tx.init(leaves))
+    assert jax.tree.leaves(number)[0].weak_type == expected.weak_type
+    jax.tree.map(np.testing.assert_array_equal, laid_out.unstack(found), known)
