@@ -34,8 +34,8 @@ from machine import describe
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint import Checkpoints
-from jaxslowmo.cli.config._training import PRESET_DEFAULTS, TrainConfig, train_config
-from jaxslowmo.cli.run._recipes import build_algorithm, config_of, policy_of
+from jaxslowmo.cli._config import PRESETS, TrainConfig, replaced
+from jaxslowmo.cli._setup import make_step
 from jaxslowmo.data import TextBatches, validation_batches
 from jaxslowmo.models import gpt_loss_fn, gpt_preset, init_gpt, num_parameters
 
@@ -174,22 +174,22 @@ def make_plan(experiments: Iterable[Experiment], measured: Mapping[str, Any]) ->
 
 def config_for(experiment: Experiment, algorithm: str) -> TrainConfig:
     """Return the configuration of a run, as `jaxslowmo train` would have it."""
-    context = gpt_preset(experiment.preset).context_length
-    rate = PRESET_DEFAULTS[experiment.preset].get("learning_rate", TrainConfig.learning_rate)
-    return train_config(
-        {
-            "preset": experiment.preset,
-            "replicas": REPLICAS,
-            "steps": experiment.updates,
-            "batch": experiment.bytes_per_update // context // REPLICAS,
-            "learning_rate": rate * (1 if algorithm == ALL_REDUCE else RARE_RATE),
-            "dtype": "bfloat16",
-            "attention": "cudnn" if jax.default_backend() == "gpu" else "xla",
-            "mode": "host",
-            "seed": SEED,
-            **ALGORITHMS[algorithm],
-        }
-    )
+    context, preset = gpt_preset(experiment.preset).context_length, PRESETS[experiment.preset]
+    rate = preset.get("learning_rate", TrainConfig.optimizer.learning_rate)
+    values = {
+        **preset,
+        "preset": experiment.preset,
+        "replicas": REPLICAS,
+        "steps": experiment.updates,
+        "batch": experiment.bytes_per_update // context // REPLICAS,
+        "learning_rate": rate * (1 if algorithm == ALL_REDUCE else RARE_RATE),
+        "dtype": "bfloat16",
+        "attention": "cudnn" if jax.default_backend() == "gpu" else "xla",
+        "mode": "host",
+        "seed": SEED,
+        **ALGORITHMS[algorithm],
+    }
+    return replaced(TrainConfig(), values)
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,9 @@ class Run:
 
     def __init__(self, experiment: Experiment, algorithm: str, text: Text, folder: Path) -> None:
         config = config_for(experiment, algorithm)
-        model, window = config_of(config), config_of(config).context_length + 1
+        own = config.model
+        model = gpt_preset(own.preset, dtype=own.dtype, attention=own.attention)
+        window = model.context_length + 1
         self.settings: dict[str, Any] = {
             "experiment": experiment.name,
             "preset": experiment.preset,
@@ -238,18 +240,16 @@ class Run:
             "replicas": REPLICAS,
             "updates": experiment.updates,
             "bytes_per_update": experiment.bytes_per_update,
-            "learning_rate": config.learning_rate,
+            "learning_rate": config.optimizer.learning_rate,
             "text": text.summary["fingerprint"],
             "training_bytes": text.summary["training_bytes"],
             "held_out": list(text.held_out),
         }
         loss_fn = gpt_loss_fn(model)
         mesh = js.virtual_mesh({"replica": REPLICAS})
-        self._step = build_algorithm(config).make_step(
-            loss_fn, config, mesh=mesh, mode=config.mode, policy=policy_of(config)
-        )
+        self._step = make_step(config, loss_fn, mesh)
         self._batches = TextBatches(
-            text.shares, batch_size=config.batch, window=window, seed=config.data_seed
+            text.shares, batch_size=config.data.batch, window=window, seed=config.data_seed
         )
         count = max(1, HELD_OUT_BYTES // window)
         windows = functools.partial(validation_batches, num_batches=1, window=window)

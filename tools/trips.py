@@ -149,8 +149,8 @@ def train(algorithm: str) -> Trip:
     found: list[Trip] = []
     real = command.train
 
-    def followed(config: Any, out: Any) -> int:
-        found.append(follow(lambda: real(config, out), to_collective=True))
+    def followed(config: Any) -> int:
+        found.append(follow(lambda: real(config), to_collective=True))
         return 0
 
     with tempfile.TemporaryDirectory() as folder:

@@ -46,7 +46,7 @@ train)
   # A TPU VM tells its place only to who asks its metadata server: --cluster gcetpu. Code 75, where
   # a host was lost: the same command again goes on from the last checkpoint.
   everywhere "exec ~/venv/bin/python -m jaxslowmo train --cluster gcetpu \
-    --replicas $SLICES --devices-per-replica $((HOSTS_PER_SLICE * CHIPS_PER_HOST)) --batch 128 \
+    --replicas $SLICES --mesh device=$((HOSTS_PER_SLICE * CHIPS_PER_HOST)) --batch 128 \
     --preset 124m --dtype bfloat16 --mode host --out '$OUT' --process-logs \
     --checkpoint-every 500 --resume --fallback $*"
   ;;

@@ -18,6 +18,21 @@ _Result = TypeVar("_Result")
 _NOT_THE_USER = frozenset({"jaxslowmo", "jax", "jaxlib", "optax", "contextlib", "functools"})
 
 
+class ArgumentError(ValueError):
+    """The error that a function refuses one of its arguments.
+
+    Attributes:
+      argument: name of the argument.
+    """
+
+    def __init__(self, argument: str, message: str) -> None:
+        super().__init__(argument, message)
+        self.argument = argument
+
+    def __str__(self) -> str:
+        return self.args[1]
+
+
 def as_int(value: Any, least: int | None = None) -> int | None:
     """Return `value` as an int; None if it is no integer, or is a bool, or is below `least`."""
     if isinstance(value, bool):
@@ -33,14 +48,15 @@ def checked_int(what: str, value: Any, least: int | None = None) -> int:
     """Return `value` as an int, as `as_int` does, or raise `ValueError`.
 
     Args:
-      what: start of the message, before "must be": the argument, and what it counts.
+      what: start of the message, before "must be": the argument in backticks, and what it counts.
       value: value of the argument.
       least: smallest allowed value; None for no limit.
     """
     number = as_int(value, least)
     if number is None:
         rule = "an int" if least is None else f"an int >= {least}"
-        raise ValueError(f"{what} must be {rule}, got {value!r}.")
+        argument = what.split("`")[1]
+        raise ArgumentError(argument, f"{what} must be {rule}, got {value!r}.")
     return number
 
 
@@ -77,7 +93,7 @@ def checks_flags(owner: str) -> Callable[[Callable[_Args, _Result]], Callable[_A
                     kwargs[name] = bool(value)
                 elif not isinstance(value, bool) and not (takes_none and value is None):
                     rule = "True, False or None" if takes_none else "True or False"
-                    raise ValueError(f"{owner}: `{name}` must be {rule}, got {value!r}.")
+                    raise ArgumentError(name, f"{owner}: `{name}` must be {rule}, got {value!r}.")
             return function(*args, **kwargs)
 
         return checked
@@ -93,7 +109,7 @@ def check_choice(argument: str, value: Any, kind: Any, owner: str = "") -> None:
     if not isinstance(value, str) or value not in get_args(kind):
         *others, last = (f'"{name}"' for name in get_args(kind))
         rule = f"`{argument}` must be {', '.join(others)} or {last}, got {value!r}."
-        raise ValueError(f"{owner}: {rule}" if owner else rule)
+        raise ArgumentError(argument, f"{owner}: {rule}" if owner else rule)
 
 
 def check_names(what: str, names: Iterable[Any], known: Collection[Any], kind: str) -> None:
@@ -138,5 +154,7 @@ def checked_share(owner: str, argument: str, value: Any) -> float:
     """Return a share in (0, 1]; raise `ValueError` for another value."""
     number = as_number(value)
     if number is None or not 0 < number <= 1:
-        raise ValueError(f"{owner}: `{argument}` must be a number in (0, 1], got {value!r}.")
+        raise ArgumentError(
+            argument, f"{owner}: `{argument}` must be a number in (0, 1], got {value!r}."
+        )
     return number

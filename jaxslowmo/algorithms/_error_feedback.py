@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._support.checks import ArgumentError
 from .._support.types import PyTree
 from ..collectives import scaled
 from ..collectives.codecs import Codec, Half
@@ -72,8 +73,9 @@ def has_leaves(tree: PyTree) -> bool:
 def check_sends_parameters(owner: str, codec: Codec | None) -> None:
     """Raise `ValueError` for a codec in which parameters themselves cannot be sent."""
     if codec is not None and not isinstance(codec, Half):
-        raise ValueError(
+        raise ArgumentError(
+            "codec",
             f"{owner}: `codec` must be None, js.codecs.bfloat16() or js.codecs.float16(), since "
             "parameters themselves are sent; those with fewer bits are for js.slowmo, js.diloco "
-            f"and js.local_sgd, which send how far replicas have moved; got {codec!r}."
+            f"and js.local_sgd, which send how far replicas have moved; got {codec!r}.",
         )

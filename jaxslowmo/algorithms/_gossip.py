@@ -20,6 +20,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
+from .._support.checks import ArgumentError
 from .._support.types import PyTree
 from ..collectives import in_slices, permute
 from ..collectives.codecs import Half
@@ -66,9 +67,10 @@ def gossip_plan(
     # A node that keeps nothing would have weight 0 until the late messages arrive.
     late = overlap > 1
     if late and any(np.any(r.kept == 0) for r in rounds):
-        raise ValueError(
+        raise ArgumentError(
+            "overlap",
             f"{owner}: `overlap`={overlap} needs a mixing in which every node keeps a share > 0, "
-            "since what it is sent arrives later; P has a zero on its diagonal."
+            "since what it is sent arrives later; P has a zero on its diagonal.",
         )
     # Messages in flight are missing from w, equally on all nodes if all keep the same share.
     kept_differs = any(np.ptp(r.kept) > 0 for r in rounds)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from .._support.checks import ArgumentError
 from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec, Half
@@ -245,22 +246,25 @@ def _moved_reference(local: Any, move: Callable[[PyTree], PyTree]) -> Any:
 def _nested(owner: str, sync_every: Mapping[AxisName, int | Every]) -> list[tuple[AxisName, Every]]:
     """Return the groups with their schedules, smallest first."""
     if not isinstance(sync_every, Mapping) or not sync_every:
-        raise ValueError(
+        raise ArgumentError(
+            "sync_every",
             f"{owner}: `sync_every` must map the axes of each group to a period, such as "
-            f'{{"device": 2, ("node", "device"): 16}}, got {sync_every!r}.'
+            f'{{"device": 2, ("node", "device"): 16}}, got {sync_every!r}.',
         )
     levels = [(axes, as_schedule(period)) for axes, period in sync_every.items()]
     # Of two nested groups the larger has more axes, so the dict may be in any order.
     levels.sort(key=lambda level: len(axis_names(level[0])))
     for (inner, often), (outer, rarely) in itertools.pairwise(levels):
         if not set(axis_names(inner)) < set(axis_names(outer)):
-            raise ValueError(
+            raise ArgumentError(
+                "sync_every",
                 f"{owner}: `sync_every` must name nested groups, the larger one with all axes of "
-                f"the smaller, got {inner!r} and {outer!r}."
+                f"the smaller, got {inner!r} and {outer!r}.",
             )
         if often.k >= rarely.k:
-            raise ValueError(
+            raise ArgumentError(
+                "sync_every",
                 f"{owner}: `sync_every` must be longer for the larger group, got {often.k} for "
-                f"{inner!r} and {rarely.k} for {outer!r}."
+                f"{inner!r} and {rarely.k} for {outer!r}.",
             )
     return levels

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._support.checks import checked_int
+from .._support.checks import ArgumentError, checked_int
 from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Half
@@ -164,14 +164,16 @@ class _Gossiping:
                 return None
             graph = (npeer_directed_exponential if graph is None else graph)(num_nodes)
             if not isinstance(graph, Graph):
-                raise ValueError(
+                raise ArgumentError(
+                    "graph",
                     "sgp: `graph` must be a function that makes a js.topology.Graph, and the "
-                    f"function returned a {type(graph).__name__}."
+                    f"function returned a {type(graph).__name__}.",
                 )
         if num_nodes is not None and graph.num_nodes != num_nodes:
-            raise ValueError(
+            raise ArgumentError(
+                "graph",
                 f"sgp: `graph` must have as many nodes as axis {self.group.axis_name!r}, which "
-                f"has size {num_nodes}, got {graph.name}({graph.num_nodes})."
+                f"has size {num_nodes}, got {graph.name}({graph.num_nodes}).",
             )
         return gossip_plan("sgp", graph, self.mixing, push_sum=self.push_sum, overlap=self.overlap)
 

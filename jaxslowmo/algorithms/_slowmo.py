@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._support.checks import checks_flags, warn_once
+from .._support.checks import ArgumentError, checks_flags, warn_once
 from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
@@ -170,8 +170,8 @@ def slow_momentum(
     Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
       Momentum", ICLR 2020, algorithm 1.
     """
-    beta = _number("`momentum`", momentum, below=1)
-    alpha = _number("`slow_learning_rate`", slow_learning_rate)
+    beta = _number("momentum", momentum, below=1)
+    alpha = _number("slow_learning_rate", slow_learning_rate)
 
     def init_fn(params: PyTree) -> SlowMomentumState:
         return SlowMomentumState(
@@ -222,7 +222,7 @@ def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.A
     is_scalar = is_number and not np.shape(value)
     if not is_scalar or not jnp.isrealobj(value) or jnp.result_type(value) == jnp.bool_:
         shape = f" of shape {list(np.shape(value))}" if is_number else ""
-        raise ValueError(f"{argument} must be a number, got {value!r}{shape}.")
+        raise ArgumentError(argument, f"`{argument}` must be a number, got {value!r}{shape}.")
     if isinstance(value, Tracer):
         return jnp.asarray(value, jnp.float32)
     # A plain float is weakly typed: NumPy scalars would widen the state under x64.
@@ -231,7 +231,7 @@ def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.A
         rule = f"lie in [0, {below})"
         if below == math.inf:
             rule = "be finite" if number == math.inf else "be >= 0"
-        raise ValueError(f"{argument} must {rule}, got {number}.")
+        raise ArgumentError(argument, f"`{argument}` must {rule}, got {number}.")
     return number
 
 
@@ -264,7 +264,7 @@ def _outer_rate(learning_rate: LearningRate) -> OuterRate:
             f"{learning_rate!r}."
         )
     # None leaves D undivided, so that m has the unit of parameters.
-    rate = 1.0 if learning_rate is None else _number("slowmo: `learning_rate`", learning_rate)
+    rate = 1.0 if learning_rate is None else _number("learning_rate", learning_rate)
     return OuterRate(lambda count, given: jnp.asarray(rate))
 
 

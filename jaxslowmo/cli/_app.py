@@ -1,7 +1,6 @@
 """The commands: each reads and checks its options, then calls the function that does the work."""
 
 import difflib
-import importlib
 import os
 import sys
 import textwrap
@@ -11,7 +10,7 @@ from typing import Any, NoReturn
 
 from .._support.extras import missing_extra
 from .._version import __version__
-from ._errors import FAILED, INTERRUPTED, CommandError, code_of, describe, usage_errors
+from ._errors import FAILED, INTERRUPTED, USAGE_ERROR, CommandError, code_of, describe
 
 COMMANDS = {
     "train": "Train a byte-level language model with one algorithm.",
@@ -20,18 +19,7 @@ COMMANDS = {
     "sample": "Write text from the trained model of a run.",
     "islands status": "Show who takes part in a run of islands: rounds, bytes, and when they last "
     "wrote.",
-    "inspect graph": "Show who sends to whom, what it costs, and how fast the nodes agree.",
-    "inspect graphs": "Compare graphs at several sizes: tables and a picture.",
-    "inspect config": "Show devices and memory of a run of `train` with these options, and what it "
-    "would send.",
-    "inspect schedule": "Show the costs of a pipeline's schedule, and compare the kinds: bubble, "
-    "stash, messages.",
-    "tune buckets": "Measure bucket limits of the gradient reduction, and print the best. It times "
-    "whole training steps of data parallelism: loss, gradients, reduction, optimizer.",
-    "tune outer": "Try momenta and rates of slow steps with several seeds, and print the best. All "
-    "seeds of a setting train in one program, with virtual replicas on one device.",
 }
-_GROUPS = {name.partition(" ")[0] for name in COMMANDS if " " in name}
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -46,61 +34,69 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """
     try:
         try:
-            code = run(argv)
+            code = run([*(sys.argv[1:] if argv is None else argv)])
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # of `| head`; what is not written yet would fail again at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = FAILED
-    except ModuleNotFoundError as error:
-        missing = missing_extra("the command line", error)
-        if missing is None:
-            raise
-        code = _complain(CommandError(missing))
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Exception as error:
-        if not isinstance(error, CommandError) and code_of(error) == FAILED:
+        is_module = isinstance(error, ModuleNotFoundError)
+        missing = missing_extra("the command line", error) if is_module else None
+        code = USAGE_ERROR if missing else code_of(error)
+        if not missing and not isinstance(error, CommandError) and code == FAILED:
             raise
-        code = _complain(error)
+        print(f"error: {missing or describe(error)}", file=sys.stderr)
     sys.exit(code)
 
 
-def _complain(error: Exception) -> int:
-    line = str(error) if isinstance(error, CommandError) else describe(error)
-    print(f"error: {line}", file=sys.stderr)
-    return code_of(error)
-
-
-def run(argv: Sequence[str] | None = None) -> int:
+def run(words: list[str]) -> int:
     """Run a command and return its exit code.
 
     Raises:
       CommandError: the command line is wrong.
       SystemExit: help of a command was asked for.
     """
-    words = [*(sys.argv[1:] if argv is None else argv)]
     name = next((x for x in COMMANDS if words[: x.count(" ") + 1] == x.split()), None)
     if name is None:
         _describe(words)
         return 0
-    words = words[name.count(" ") + 1 :]
-    others: list[list[str]] = []
-    if name == "launch":  # what follows "--" is the command to start
-        end = words.index("--") if "--" in words else len(words)
-        words, others = words[:end], [words[end + 1 :]]
+    own, program = words[name.count(" ") + 1 :], f"jaxslowmo {name}"
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         # Imported here, as what does the work, since `--help` waits for neither tyro nor jax.
-        from ._command_line import configured
-        from .config._commands import CONFIGS
+        from . import _config
+        from ._config import arguments, parsed, read
 
-        with usage_errors():
-            config = configured(CONFIGS[name], f"jaxslowmo {name}", words, COMMANDS[name])
-        function = name.replace(" ", "_")
-        is_start = name in ("train", "launch")
-        module = importlib.import_module("._start" if is_start else f"._{function}", __package__)
-        return getattr(module, function)(config, *others)
+        if name == "train":
+            from ._supervise import train_command
+
+            return train_command(read(_config.TrainConfig, program, own), words)
+        if name == "launch":  # what follows "--" is the command to start
+            from ._supervise import launch_command
+
+            end = own.index("--") if "--" in own else len(own)
+            return launch_command(parsed(_config.LaunchConfig, program, own[:end]), own[end + 1 :])
+        if name == "compare":
+            config = read(_config.CompareConfig, program, own)
+            from ._compare import compare
+
+            return compare(config)
+        if name == "sample":
+            config = parsed(_config.SampleConfig, program, own)
+            from ._sample import sample
+
+            return sample(config)
+        url = parsed(_config.StatusConfig, program, own).url
+        import jaxslowmo as js
+
+        from ._errors import island_errors
+
+        with island_errors(), arguments():
+            print(js.islands.status(url))
+    return 0
 
 
 def _describe(words: Sequence[str]) -> None:
@@ -109,8 +105,8 @@ def _describe(words: Sequence[str]) -> None:
     if words == ["--version"]:
         print(f"jaxslowmo {__version__}")
         return
-    if group and (len(group) > 1 or group[0] not in _GROUPS):
-        name = " ".join(group[: 2 if group[0] in _GROUPS else 1])
+    if group and group != ["islands"]:
+        name = " ".join(group[: 2 if group[0] == "islands" else 1])
         nearest = difflib.get_close_matches(name, COMMANDS, 1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""
         raise CommandError(f"no such command: {name}{hint}; see jaxslowmo --help")

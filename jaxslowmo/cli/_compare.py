@@ -13,79 +13,127 @@ from rich.table import Table
 
 from jaxslowmo.data import read_corpus
 
-from ._errors import EXIT_CODES, usage_errors
+from .._support.checks import ArgumentError
+from .._support.files import write_anew
+from ._config import (
+    AlgorithmConfig,
+    CompareConfig,
+    TrainConfig,
+    arguments,
+    options_of,
+    plain,
+    replaced,
+    to_file,
+)
+from ._errors import EXIT_CODES
 from ._figures import COLOURS, INK, clean, draw_line, new_figure, save_figure
-from ._output import Reporter, format_bytes, format_count, format_loss, say, table_of, write_json
-from .config._commands import CompareConfig
-from .run._division import choose_mesh, divide_text
-from .run._job import Job, RunResult
-from .run._recipes import RECIPES, describe_exchanges
-from .run._run_folder import RunFolder, locked_folder
+from ._folder import RunFolder, locked_folder
+from ._record import Reporter, format_bytes, format_count, format_loss, say, table_of, to_json
+from ._run import Job, RunResult
+from ._setup import LOOKS, Model, Text, choose_devices, describe_exchanges
 
 
 def compare(config: CompareConfig) -> int:
     """Train every algorithm with every seed, then write a table and a figure.
 
-    Each run has its own folder in `config.out`, next to config.json, compare.json and compare.png.
-    After Ctrl-C the table and the figure show the runs that have finished.
+    Each run has its own folder in OUT, next to config.json, compare.json and compare.png. After
+    Ctrl-C the table and the figure show the runs that have finished.
 
     Raises:
       CommandError: the options do not fit each other, the data, the devices or the folder.
     """
-    console, train, seeds = Console(), config.train, config.seeds
-    with locked_folder(config.out, "compare") as folder:
-        if not train.overwrite:
-            folder.refuse_leftovers(may_resume=False)
-        with usage_errors():
-            text, placement = divide_text(train, read_corpus(train.data)), choose_mesh(train)
+    console, train, overwrite = Console(), config.train, config.run.overwrite
+    names = config.algorithms.split(",")
+    with locked_folder(config.run.out, "compare") as folder:
+        if not overwrite:
+            folder.refuse_leftovers(resumes=None)
+        with arguments():
+            seeds = _seeds(config)
+            configs = {name: config_of(train, name) for name in names}
+            devices = choose_devices(train)
+            text = Text(train, read_corpus(train.data.data), devices.mesh)
+            model = Model(train, devices.mesh)
             # All are made before the first step, so that a wrong setting fails at once.
-            jobs = {
-                name: Job(config.run(name, seeds[0]), placement, text, label=name)
-                for name in config.algorithms
-            }
-        if train.overwrite:
+            jobs = {name: Job(x, devices, model, text, name) for name, x in configs.items()}
+        if overwrite:
             folder.sweep()
-        own = {"algorithms": config.algorithms, "seeds": config.seeds}
-        write_json(folder.config, config.train.to_file() | own)
-        size = f"{format_count(next(iter(jobs.values())).num_parameters)} parameters"
-        say(console, f"{size}, {placement.description}", text.description)
-        runs = _train_all(config, jobs, folder, console)
-        rows, would = compare_rows([run.summary for run in runs]), placement.is_virtual
-        write_json(folder.comparison, {"rows": rows, "runs": [run.summary for run in runs]})
+        own = {"algorithms": names, "seeds": seeds}
+        write_anew(folder / "config.json", to_json(to_file(train) | own, 2))
+        size = f"{format_count(jobs[names[0]].num_parameters)} parameters"
+        say(console, f"{size}, {devices.description}", text.description)
+        runs = _train_all(configs, jobs, seeds, folder, console)
+        rows, would = compare_rows([run.summary for run in runs]), devices.is_virtual
+        content = {"rows": rows, "runs": [run.summary for run in runs]}
+        write_anew(folder / "compare.json", to_json(content, 2))
+        bases = {name.partition("+")[0] for name in names}
         about = [
-            *(f"byte-level GPT, {size}", placement.description, f"{train.steps} steps"),
-            ", ".join(describe_exchanges(config.base_algorithms, train)),
+            *(f"byte-level GPT, {size}", devices.description, f"{train.run.steps} steps"),
+            ", ".join(describe_exchanges(bases, train.algorithm)),
             f"{len(seeds)} seeds (mean, least to largest)" if seeds[1:] else f"seed {seeds[0]}",
         ]
         subtitle = "  ·  ".join(filter(None, about))
         done = [run for run in runs if run.status == "finished"]
         histories = {
             name: [run.records for run in done if run.summary["algorithm"] == name]
-            for name in config.algorithms
+            for name in names
         }
-        draw_comparison(histories, folder.picture, subtitle=subtitle, would=would)
+        draw_comparison(histories, folder / "compare.png", subtitle=subtitle, would=would)
         console.print(_table(rows, would=would))
-        say(console, *meaning(rows), str(folder.picture))
+        say(console, str(folder / "compare.png"))
     statuses = {run.status for run in runs}
     worst = next((s for s in ("interrupted", "diverged", "preempted") if s in statuses), "finished")
     return EXIT_CODES[worst]
 
 
+def _seeds(config: CompareConfig) -> list[int]:
+    texts = [str(config.data.seed)] if config.seeds is None else config.seeds.split(",")
+    if not all(text.isdecimal() for text in texts) or len({*texts}) < len(texts):
+        rule = "must be different numbers, separated by commas"
+        raise ArgumentError("seeds", f"`seeds` {rule}, got {config.seeds}.")
+    return [int(text) for text in texts]
+
+
+def config_of(train: TrainConfig, algorithm: str) -> TrainConfig:
+    """Return the configuration of an algorithm with settings, such as "sgp+overlap=1".
+
+    Raises:
+      ArgumentError: no such algorithm, or a setting is none of an algorithm, or has a wrong value.
+    """
+    name, *settings = algorithm.split("+")
+    # Algorithms do best at different rates: rare exchanges at smaller ones.
+    known, values = {*options_of(AlgorithmConfig), "learning_rate"}, {"algorithm": name}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        key = key.replace("-", "_")
+        if key not in known:
+            rule = f"settings are name+SETTING=VALUE with {', '.join(sorted(known))}"
+            raise ArgumentError("algorithms", f"{rule}; got {setting}.")
+        values[key] = plain(value)
+    try:
+        return replaced(train, values)
+    except ArgumentError as error:
+        raise ArgumentError("algorithms", f"{algorithm}: {error}") from None
+
+
 def _train_all(
-    config: CompareConfig, jobs: dict[str, Job], folder: RunFolder, console: Console
+    configs: Mapping[str, TrainConfig],
+    jobs: dict[str, Job],
+    seeds: Sequence[int],
+    folder: RunFolder,
+    console: Console,
 ) -> list[RunResult]:
     """Return the results of all runs, or of those until a signal."""
     runs: list[RunResult] = []
-    for name in config.algorithms:
+    for name, config in configs.items():
         # `pop`, so that the programs of a job are freed before the next one compiles.
         job = jobs.pop(name)
-        for seed in config.seeds:
-            label = f"{name}, seed {seed}" if config.seeds[1:] else name
+        for seed in seeds:
+            label = f"{name}, seed {seed}" if seeds[1:] else name
             # Some file systems do not allow colons in names.
-            out = RunFolder(folder.path / f"{name.replace(':', '-')}-seed{seed}")
-            would = job.placement.is_virtual
-            with Reporter(console, label, config.train.steps, would=would) as reporter:
-                runs.append(job.run(config.run(name, seed), out, reporter))
+            out = RunFolder(folder / f"{name.replace(':', '-')}-seed{seed}")
+            would, own = job.devices.is_virtual, replaced(config, {"seed": seed})
+            reporter = Reporter(console, label, config.run.steps, would=would)
+            runs.append(job.run(own, out, reporter))
             if runs[-1].was_stopped:
                 return runs
     return runs
@@ -143,35 +191,6 @@ def _table(rows: Sequence[dict[str, Any]], *, would: bool) -> Table:
     return table_of(map(cells, rows), caption=caption)
 
 
-def meaning(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return in one sentence what rare communication costs; none where no row sends little.
-
-    Args:
-      rows: rows of `compare_rows`; the first is what the others are compared with.
-    """
-    trained = [row for row in rows if row["validation_loss"] is not None and row["ratio"]]
-    rare = [row for row in trained[1:] if row["ratio"] < _RARE]
-    if not rare:
-        return []
-    first, best = trained[0], min(rare, key=lambda row: row["validation_loss"])
-    lead = best["validation_loss"] - first["validation_loss"]
-    sentence = (
-        f"With 1/{1 / best['ratio']:.0f} of the bytes {best['algorithm']} ends {abs(lead):.3f} "
-        f"{'above' if lead > 0 else 'below'} {first['algorithm']}"
-    )
-    plain = [row for row in rare if row["algorithm"].partition("+")[0] == "local_sgd"]
-    equal = [row for row in plain if abs(row["ratio"] / best["ratio"] - 1) < _EQUAL]
-    gap = equal[0]["validation_loss"] - first["validation_loss"] if equal else 0
-    if gap > 0 and best not in plain:
-        sentence += (
-            f"; it closes {100 * (1 - lead / gap):.0f} % of the gap that plain averages "
-            "(local_sgd) leave with as many bytes"
-        )
-    return [f"{sentence}."]
-
-
-_RARE = 0.5  # of the bytes of the first algorithm
-_EQUAL = 0.05  # relative difference between bytes that count as equal
 # The same algorithm with other settings has the same colour, and the next of these line styles.
 _LINES = ("-", "--", ":", "-.")
 
@@ -199,8 +218,8 @@ def draw_comparison(
     seen: Counter[str] = Counter()
     for algorithm, runs in histories.items():
         name = algorithm.partition("+")[0]
-        colour, line = COLOURS[RECIPES[name].colour], _LINES[seen[name] % len(_LINES)]
-        look = {"color": colour, "marker": RECIPES[name].marker, "linestyle": line}
+        colour, line = COLOURS[LOOKS[name].colour], _LINES[seen[name] % len(_LINES)]
+        look = {"color": colour, "marker": LOOKS[name].marker, "linestyle": line}
         seen[name] += 1
         if not runs:
             continue

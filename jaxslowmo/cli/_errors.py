@@ -1,11 +1,10 @@
-"""The ends of commands: exit codes, and errors that print one line about a wrong call.
+"""The ends of commands: exit codes, and errors that print one line.
 
 Every file of the command line may import this one, since it needs no installed package.
 """
 
 import contextlib
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,19 +13,13 @@ from .._support.files import PASSING, io_errno
 FAILED = DIVERGED = 1
 USAGE_ERROR = 2
 LOST_A_PROCESS = TRY_AGAIN = 75  # EX_TEMPFAIL
+TOO_LATE = 76  # tells the parent of a process that not all processes came together in time
 INTERRUPTED = 130  # the code that shells report for a program that SIGINT ended
 TERMINATED = 143  # the code that shells report for SIGTERM
 # After one of these another start would end in the same way, or is not wanted.
 FINAL = frozenset({0, FAILED, USAGE_ERROR, INTERRUPTED, TERMINATED})
 # Exit codes by the status of a run; a run that SIGTERM preempts ends well.
 EXIT_CODES = {"finished": 0, "preempted": 0, "diverged": DIVERGED, "interrupted": INTERRUPTED}
-
-# Arguments of the library whose options have other names.
-_OPTIONS = {
-    "batch_size": "batch", "bucket_bytes": "bucket_mib", "num_nodes": "replicas",
-    "num_stages": "mesh", "num_microbatches": "microbatches", "num_chunks": "chunks",
-    "rules": "mesh", "num_heads": "preset", "url": "islands",
-}  # fmt: skip
 
 
 class CommandError(Exception):
@@ -53,30 +46,14 @@ def code_of(error: BaseException) -> int:
 
 
 def describe(error: BaseException) -> str:
-    """Return one line about an error that is no `CommandError`: its type and its message."""
+    """Return one line about an error; its type, too, unless it is one for users."""
+    if isinstance(error, CommandError):
+        return str(error)
     number = io_errno(error)
     text = " ".join(str(error).split())[:300]
     if number is not None and os.strerror(number) not in text:
         text = f"{os.strerror(number)} ({text})"
     return text if isinstance(error, OSError) else f"{type(error).__name__}: {text}"
-
-
-@contextlib.contextmanager
-def usage_errors(**options: str) -> Iterator[None]:
-    """Run the block, and turn a `ValueError` about an argument into a `CommandError`.
-
-    Its message has options for arguments of the library: --num-rounds for `num_rounds`. Use it only
-    for set-up: a `ValueError` during training is a bug and keeps its traceback.
-
-    Args:
-      **options: maps an argument to its option, where their names differ.
-    """
-    names = _OPTIONS | options
-    try:
-        yield
-    except ValueError as error:
-        text = re.sub(r"`(\w+)`", lambda match: as_flag(names.get(match[1], match[1])), str(error))
-        raise CommandError(text) from error
 
 
 @contextlib.contextmanager
@@ -88,29 +65,7 @@ def island_errors() -> Iterator[None]:
         yield
     except IslandsError as error:
         code = TRY_AGAIN if isinstance(error, StoreError) else USAGE_ERROR
-        raise CommandError(str(error).replace("`sync_every`", "--slow-every"), code) from error
-
-
-def as_flag(name: str) -> str:
-    """Return the option for a name, such as --num-rounds for "num_rounds"."""
-    return f"--{name.replace('_', '-')}"
-
-
-@contextlib.contextmanager
-def file_errors(flag: str, verb: str, path: Path) -> Iterator[None]:
-    """Run the block, and turn an `OSError` about the file of an option into a `CommandError`.
-
-    Args:
-      flag: option that names the file.
-      verb: "read" or "write".
-      path: path of the file.
-    """
-    try:
-        yield
-    except OSError as error:
-        raise CommandError(f"{flag}: cannot {verb} {path}: {error.strerror}") from None
-    except UnicodeError:
-        raise CommandError(f"{flag}: {path} is no text") from None
+        raise CommandError(f"--islands: {error}", code) from error
 
 
 @contextlib.contextmanager

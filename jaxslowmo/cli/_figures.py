@@ -1,9 +1,12 @@
 """Functions that all pictures share: colours, axes, title, and saving."""
 
+import contextlib
 import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -67,6 +70,28 @@ def draw_line(axes: Axes, xs: Any, ys: Any, style: dict[str, Any], **options: An
     """
     look = style | {"linewidth": 1.7, "markersize": 5.5, "markeredgecolor": "white", "zorder": 3}
     return axes.plot(xs, ys, **look, markeredgewidth=0.7, **options)[0]
+
+
+def draw_loss(records: Iterable[dict[str, Any]], summary: dict[str, Any], path: Path) -> None:
+    """Draw the losses of a run against its steps.
+
+    Args:
+      records: lines of metrics.jsonl.
+      summary: content of summary.json.
+      path: path of the PNG.
+    """
+    about = f"{summary['parameters']:,} parameters, {summary['placement']}"
+    figure = new_figure((7, 4), f"Loss of {summary['algorithm']}", about)
+    axes, records = figure.subplots(), [*records]
+    looks = {"loss": ("training", "grey"), "validation_loss": ("validation", "vermilion")}
+    for name, (label, colour) in looks.items():
+        points = [(x["step"], x[name]) for x in records if x.get(name) is not None]
+        axes.plot(*np.array(points).reshape(-1, 2).T, color=COLOURS[colour], label=label)
+    axes.set(xlabel="optimizer steps", ylabel="nats per byte")
+    axes.legend(frameon=False)
+    clean(axes)
+    with contextlib.suppress(OSError):  # a full disk: the numbers are in metrics.jsonl
+        save_figure(figure, path)
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -11,14 +11,14 @@ import numpy as np
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints, consensus_extra, load_consensus
-from jaxslowmo.models import GPTConfig, gpt_logits_fn, gpt_loss_fn, init_gpt
+from jaxslowmo.models import GPTConfig, gpt_logits_fn, init_gpt
 
 from .._support.files import is_export
-from ._errors import CommandError, usage_errors
-from .config._commands import SampleConfig
-from .config._training import MODEL_AXES
-from .run._recipes import Form, build_algorithm, config_of, saved_config
-from .run._run_folder import RunFolder
+from ._agreement import saved_config
+from ._config import SampleConfig, arguments, replaced
+from ._errors import CommandError
+from ._folder import RunFolder
+from ._setup import Model, make_step
 
 
 def sample(config: SampleConfig) -> int:
@@ -27,7 +27,7 @@ def sample(config: SampleConfig) -> int:
     Raises:
       CommandError: there is no model, or it cannot be read.
     """
-    with usage_errors():
+    with arguments():
         model, params = find_model(config.run, config.step)
     print(_shown(generate(model, params, config), sys.stdout.encoding or "utf-8"))
     return 0
@@ -95,9 +95,9 @@ def find_model(run: Path, step: int | None) -> tuple[GPTConfig, Any]:
         raise CommandError(f"RUN must be the folder of a run or of an exported model, got {run}")
     folder = RunFolder(run)
     try:
-        if step is not None or folder.saved_steps():
-            return _of_checkpoint(folder.checkpoints, step)
-        for path in filter(is_export, (run, folder.model)):
+        if step is not None or folder.newest_step() is not None:
+            return _of_checkpoint(folder / "checkpoints", step)
+        for path in filter(is_export, (run, folder / "model")):
             return _of_export(path)
     except CheckpointError as error:
         older = error.older_step
@@ -111,18 +111,18 @@ def find_model(run: Path, step: int | None) -> tuple[GPTConfig, Any]:
 
 def _of_checkpoint(folder: Path, step: int | None) -> tuple[GPTConfig, Any]:
     with Checkpoints(folder) as checkpoints:
-        extra = checkpoints.extra(step=step)
-        if "config" not in extra:
-            raise CommandError(f"the checkpoints in {folder} are not of jaxslowmo train")
-        config = saved_config(extra)
-        form = Form(config_of(config))
+        config = saved_config(checkpoints.extra(step=step))
         # Each replica on one virtual device, whatever axes split the model in training.
-        axes = {name: n for name, n in config.axes.items() if name not in MODEL_AXES}
-        loss_fn, mesh = gpt_loss_fn(form.config), js.virtual_mesh(axes)
-        train_step = build_algorithm(config).make_step(loss_fn, config, mesh=mesh)
-        params, names = init_gpt(form.config), form.other_names()
+        sizes = config.mesh.sizes
+        axes = {x: sizes[x] for x in ("replica", "device") if x in sizes}
+        whole = ",".join(f"{name}={size}" for name, size in axes.items())
+        config = replaced(config, {"mesh": whole, "attention": "xla"})
+        mesh = js.virtual_mesh(axes)
+        model = Model(config, mesh)
+        train_step, params = make_step(config, model.loss_fn, mesh), init_gpt(model.config)
+        names = model.other_names()
         restored = checkpoints.restore(train_step, params, step=step, names=names)
-    return form.config, train_step.consensus(restored.state)
+    return model.config, train_step.consensus(restored.state)
 
 
 def _of_export(folder: Path) -> tuple[GPTConfig, Any]:

@@ -2,123 +2,146 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 from rich.console import Console
 
-from jaxslowmo.data import Contents, read_corpus
+from jaxslowmo.data import read_corpus
+from jaxslowmo.models import num_parameters
 
-from ._errors import EXIT_CODES, CommandError, usage_errors
-from ._output import Reporter, format_count, format_loss, run_table, say
-from .config._training import TrainConfig
-from .processes._peers import ALONE, Cluster, is_one_of_several, known_processes
-from .processes._watch import Watch, failing_together, join_cluster
-from .run._agreement import agreed, clear, resumed_config
-from .run._division import ask_for_devices, choose_mesh, divide_text
-from .run._job import Job, RunResult
-from .run._recipes import form_of, join_islands
-from .run._run_folder import RunFolder, locked_folder
+from ._agreement import clear, opened
+from ._config import TrainConfig, arguments
+from ._errors import EXIT_CODES
+from ._folder import RunFolder
+from ._processes import ALONE, Cluster, is_one_of_several, known_processes
+from ._record import (
+    Reporter,
+    emitted,
+    facts_table,
+    format_bytes,
+    format_count,
+    format_loss,
+    run_table,
+    say,
+)
+from ._run import Job, RunResult
+from ._setup import Model, Text, ask_for_devices, choose_devices, join_islands, make_step
+from ._watch import Watch, failing_together, join_cluster
 
 
-def train(config: TrainConfig, out: Path | None) -> int:
+def train(config: TrainConfig) -> int:
     """Train once, show the progress and a summary, and return the exit code.
 
     Raises:
       CommandError: the options do not fit each other, the data, the devices or the other processes.
     """
-    if not is_one_of_several(config):
-        return _train(config, out, ALONE)
-    if out is None:
-        raise CommandError("--out must be given where there are several processes: they share it")
-    ask_for_devices(config, known_processes(config))
-    cluster = join_cluster(config)
-    last_saved = RunFolder(out).last_saved
-    watch = Watch(cluster.index, cluster.count, config.stall_timeout, last_saved)
+    if not is_one_of_several(config.cluster):
+        return _train(config, ALONE)
+    assert config.run.out is not None  # checked by the parent
+    ask_for_devices(config, known_processes(config.cluster))
+    cluster, saved = join_cluster(config.cluster), RunFolder(config.run.out).last_saved
+    watch = Watch(cluster.index, cluster.count, config.cluster.stall_timeout, saved)
     with failing_together(watch):
-        return _train(config, out, dataclasses.replace(cluster, watch=watch))
+        return _train(config, dataclasses.replace(cluster, watch=watch))
 
 
-def _train(config: TrainConfig, out: Path | None, cluster: Cluster) -> int:
+def _train(config: TrainConfig, cluster: Cluster) -> int:
     with contextlib.ExitStack() as stack:
-        with usage_errors():
-            form_of(config)  # raises for wrong sizes, before a folder is made
-            corpus = read_corpus(config.data)
-            folder, config = stack.enter_context(opened(config, out, corpus.contents, cluster))
-            placement = choose_mesh(config, cluster)
-            text = divide_text(config, corpus, placement.mesh)
+        with arguments():
+            devices = choose_devices(config, cluster)
+            model, corpus = Model(config, devices.mesh), read_corpus(config.data.data)
+            text = Text(config, corpus, devices.mesh)
+            folder, config = stack.enter_context(opened(config, corpus.fingerprint, cluster))
             del corpus  # it may be large, and `text` is what this process needs of it
             island = join_islands(config)
-            job = Job(config, placement, text, cluster=cluster, island=island)
-        if config.overwrite:  # only now: a wrong call should delete nothing
-            clear(folder, config, cluster)
+            job = Job(config, devices, model, text, cluster=cluster, island=island)
+        if config.run.overwrite:  # only now: a wrong call should delete nothing
+            clear(config, folder, cluster)
         console = Console(quiet=not cluster.is_first)
-        if config.process_logs and not cluster.is_first:
-            path = folder.logs / f"process-{cluster.index}.txt"
+        if config.cluster.process_logs and not cluster.is_first:
+            path = folder / "logs" / f"process-{cluster.index}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
             log = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
             console = Console(file=log)
-        name, size = config.algorithm, format_count(job.num_parameters)
-        say(console, f"{name}, {size} parameters, {placement.description}", text.description)
-        with Reporter(console, name, config.steps, would=placement.is_virtual) as reporter:
-            result = job.run(config, folder, reporter, saves=True)
+        name, size = job.label, format_count(job.num_parameters)
+        say(console, f"{name}, {size} parameters, {devices.description}", text.description)
+        reporter = Reporter(console, name, config.run.steps, would=devices.is_virtual)
+        result = job.run(config, folder, reporter, saves=True)
         if island is not None and cluster.is_first:
             say(console, f"Island {island.name}: {island.report()}")
+        if cluster.is_first:
+            from ._figures import draw_loss  # loads matplotlib
+
+            draw_loss(result.records, result.summary, folder / "loss.png")
         _conclude(console, result, folder)
     return EXIT_CODES[result.status]
 
 
-@contextlib.contextmanager
-def opened(
-    config: TrainConfig, out: Path | None, corpus: Contents, cluster: Cluster
-) -> Iterator[tuple[RunFolder, TrainConfig]]:
-    """Run the block while the folder belongs to this run, and all processes have agreed.
-
-    Args:
-      config: configuration from the command line.
-      out: folder of the run.
-      corpus: listing of the text that this process reads; the texts themselves can be freed.
-      cluster: the processes.
-
-    Yields:
-      The folder, and the configuration that all processes use.
-
-    Raises:
-      CommandError: another run uses the folder or has left files in it; the run to resume had other
-        options or another text; or see `agreed`.
-
-    Communication: that of `agreed`, with several processes.
-    """
-    if not cluster.is_first:
-        assert out is not None  # `train` checks this for several processes
-        folder = RunFolder(out)
-        yield folder, agreed(config, config, folder, corpus, cluster)
-        return
-    with locked_folder(out, "train") as folder:
-        requested, resumes = config, config.resume
-        if not config.overwrite:
-            folder.refuse_leftovers(may_resume=True, resumes=resumes)
-        if resumes:
-            config = resumed_config(config, folder, corpus)
-        folder.keep_listing(corpus)
-        if cluster.count > 1:
-            agreed(requested, config, folder, corpus, cluster)
-        yield folder, config
-
-
 def _conclude(console: Console, result: RunResult, folder: RunFolder) -> None:
     console.print(run_table(result.summary))
+    summary = result.summary
     if result.statistics:
-        console.print(str(result.statistics), highlight=False, soft_wrap=True, markup=False)
+        say(console, str(result.statistics))
     if result.status == "diverged":
-        step = result.summary["steps"]
         advice = "lower --learning-rate or lengthen --warmup"
-        say(console, f"The loss is not finite at step {step}: {advice}.")
-    if result.summary["stopped_early"]:
-        step = result.summary["best_step"]
-        loss = format_loss(result.summary["best_validation_loss"])
-        best = f"the smallest validation loss, {loss}, was that of step {step}"
-        say(console, f"Stopped early: {best}. --resume with a larger --patience goes on.")
+        say(console, f"The loss is not finite at step {summary['steps']}: {advice}.")
+    if summary["stopped_early"]:
+        loss = format_loss(summary["best_validation_loss"])
+        best = f"the smallest validation loss, {loss}, was that of step {summary['best_step']}"
+        say(console, f"Stopped early: {best}. A resumed run with a larger patience goes on.")
     if result.was_stopped and result.saved is not None:
         say(console, f"Saved at step {result.saved}; --resume goes on from there.")
     say(console, f"Results in {folder.path}")
+
+
+def dry_run(config: TrainConfig) -> int:
+    """Print the placement of a run and the collectives of its steps; return the exit code.
+
+    Nothing is trained and no text is read: programs are traced for the available devices.
+
+    Raises:
+      CommandError: `train` would refuse the options, or there are too few devices.
+    """
+    console = Console()
+    with arguments():
+        devices = choose_devices(config)
+        model = Model(config, devices.mesh)
+        step = make_step(config, model.loss_fn, devices.mesh)
+        state = step.init(model.init(config.data.seed), seed=config.data.seed)
+
+    def on_a_device(tree: Any) -> str:
+        leaves = jax.tree.leaves(tree)
+        if devices.is_virtual:
+            return format_bytes(sum(x.nbytes for x in leaves) // config.mesh.num_replicas)
+        return format_bytes(sum(x.addressable_shards[0].data.nbytes for x in leaves))
+
+    facts = {
+        "devices": devices.description,
+        "parameters": format_count(num_parameters(model.config)),
+        "parameters on a device": on_a_device(state.params),
+        "optimizer on a device": on_a_device(state.opt_state),
+        "algorithm on a device": on_a_device(state.exchange),
+        "windows of a replica in a step": str(config.data.batch),
+    }
+    if model.schedule is not None and model.parts is not None:
+        schedule, executor = model.schedule, config.mesh.executor
+        timed = schedule.simulate(lockstep=executor == "one_program")
+        stages = [
+            " and ".join(f"{start} to {end - 1}" for start, end in ranges) for ranges in model.parts
+        ]
+        facts |= {
+            "microbatches": str(schedule.num_microbatches),
+            "layers of each stage": "; ".join(stages),
+            "schedule": schedule.name,
+            "executor": executor,
+            "bubble, equal costs": f"{timed.bubble:.1%}",
+            "microbatches that a stage holds": ", ".join(map(str, schedule.stash)),
+        }
+    console.print(facts_table(facts, title=config.algorithm.algorithm))
+    rows = config.mesh.num_replicas * config.data.batch
+    batch = np.zeros((rows, model.config.context_length + 1), np.uint8)
+    say(console, "What a step sends, as bytes that go into each collective on one device:")
+    say(console, str(emitted(step, state, batch)))
+    return 0

@@ -23,6 +23,8 @@ import numpy as np
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
+from .._support.checks import ArgumentError
+
 VERSION = 1
 RUN = "run.json"
 MAX_JSON = 1 << 20
@@ -39,9 +41,10 @@ class FormatError(ValueError):
 def checked_name(name: Any) -> str:
     """Return the name of an island; raise `ValueError` unless it may be part of a key."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ValueError(
+        raise ArgumentError(
+            "name",
             "islands.join: `name` must be up to 64 letters, digits, `_`, `.` and `-`, the first a "
-            f"letter or digit, got {name!r}."
+            f"letter or digit, got {name!r}.",
         )
     return name
 

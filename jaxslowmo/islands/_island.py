@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._support.checks import as_number, checked_int
+from .._support.checks import ArgumentError, as_number, checked_int
 from ..algorithms import shares_of_gossip
 from ..collectives.codecs import Codec
 from ..embedding import WithTables
@@ -350,7 +350,9 @@ def join(
     if outer_optimizer is not None:
         optimizer = checked_optimizer(outer_optimizer)
     if codec is not None and not isinstance(codec, Codec):
-        raise ValueError(f"{owner}: `codec` must be one of js.codecs, or None, got {codec!r}.")
+        raise ArgumentError(
+            "codec", f"{owner}: `codec` must be one of js.codecs, or None, got {codec!r}."
+        )
     schedule = as_schedule(sync_every)
     rules = Rules(
         checked_name(name),
@@ -366,9 +368,10 @@ def join(
     merge = _number(owner, "merge", merge, most=1)
     delay = checked_int(f"{owner}: `delay` counts updates and", delay, 0)
     if delay and (delay >= schedule.k or schedule.before == "all"):
-        raise ValueError(
+        raise ArgumentError(
+            "delay",
             f"{owner}: `delay` must be less than the updates between two exchanges, so that one "
-            f"is under way at a time, got delay={delay} and sync_every={sync_every!r}."
+            f"is under way at a time, got delay={delay} and sync_every={sync_every!r}.",
         )
     say = functools.partial(_LOGGER.warning, "island %s: %s", name)
     period = str(schedule.k) if schedule == every(schedule.k) else repr(schedule)
@@ -396,9 +399,10 @@ def late_share(late: Any) -> float:
     except ValueError:
         share = math.nan
     if not 0 < share <= 1:
-        raise ValueError(
+        raise ArgumentError(
+            "late",
             'islands.join: `late` must be "drop", "carry" or "carry:SHARE" with a share in (0, 1], '
-            f"got {late!r}."
+            f"got {late!r}.",
         )
     return share
 
@@ -409,7 +413,9 @@ def _number(
     number = as_number(value)
     if number is None or not least <= number <= most:
         rule = f"in [{least:g}, {most:g}]" if math.isfinite(most) else f">= {least:g} and finite"
-        raise ValueError(f"{owner}: `{argument}` must be a number {rule}, got {value!r}.")
+        raise ArgumentError(
+            argument, f"{owner}: `{argument}` must be a number {rule}, got {value!r}."
+        )
     return number
 
 

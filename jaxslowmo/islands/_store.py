@@ -11,6 +11,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from .._support.checks import ArgumentError
 from .._support.extras import needed_by
 
 with needed_by("jaxslowmo.islands"):
@@ -77,9 +78,10 @@ def parsed(url: str) -> tuple[str, str]:
     if scheme and not is_url:
         scheme, path = "file", str(Path(url).expanduser().absolute())
     if scheme not in _SCHEMES or not path or (is_url and "://" not in url):
-        raise ValueError(
+        raise ArgumentError(
+            "url",
             f"islands: `url` must be a folder or begin with {', '.join(_SCHEMES[:3])} or file, "
-            f"as in s3://bucket/run, got {url!r}."
+            f"as in s3://bucket/run, got {url!r}.",
         )
     return scheme, path
 

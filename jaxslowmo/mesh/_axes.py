@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from .._support.checks import ArgumentError
 from .._support.private_jax import bound_axes, spmd_axes
 from .._support.types import AxisName, PyTree, axis_names
 from .._support.varying import checks_varying, varying_axes
@@ -27,11 +28,12 @@ def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "")
     for name in axis_names(axis_name):
         if not is_bound(name):
             bound = ", ".join(repr(str(a)) for a in bound_axes()) or "none"
-            raise ValueError(
+            raise ArgumentError(
+                argument,
                 f"{owner}: `{argument}` {name!r} is not a mapped axis here (bound: {bound}). Call "
                 "it inside shard_map, pmap or vmap(axis_name=...) over that axis; states are made "
                 "by `js.init(tx, stacked_params, mesh=mesh, axis_name=...)`."
-                f"{more and f' {more}'}"
+                f"{more and f' {more}'}",
             )
 
 

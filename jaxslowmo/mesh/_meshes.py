@@ -16,7 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._support.checks import checked_int
+from .._support.checks import ArgumentError, checked_int
 from .._support.types import AxisName, PyTree, axis_names
 from ..tree import Staged, parts_of, reshaped
 from ._axes import only_over
@@ -44,10 +44,11 @@ def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.n
     counts = Counter(map(_slice_of, devices))
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{count} of slice {index}" for index, count in counts.items())
-        raise ValueError(
+        raise ArgumentError(
+            "axes",
             f"`axes` {dict(axes)} take {math.prod(axes.values())} devices, {listed}: a mesh over "
             "several slices needs equally many of each. Choose sizes whose product fills whole "
-            "slices, or pass `devices`."
+            "slices, or pass `devices`.",
         )
     between = _sizes_between(axes, len(counts))
     within = [size // outer for size, outer in zip(axes.values(), between, strict=True)]
@@ -72,10 +73,11 @@ def _sizes_between(axes: Mapping[str, int], slices: int) -> list[int]:
     for name, size in axes.items():
         part = math.gcd(size, rest)
         if part not in (size, rest):
-            raise ValueError(
+            raise ArgumentError(
+                "axes",
                 f"`axes` {dict(axes)}: outer axes run over the {slices} slices, so the size of "
                 f"{name!r} must divide {rest} or be a multiple of it, got {size}; it would split a "
-                "slice unevenly."
+                "slice unevenly.",
             )
         parts.append(part)
         rest //= part
@@ -134,8 +136,9 @@ class VirtualMesh:
 def _checked_axes(axes: Mapping[str, int]) -> dict[str, int]:
     """Return `axes` with plain ints; raise `ValueError` for other sizes or an empty mapping."""
     if not isinstance(axes, Mapping) or not axes:
-        raise ValueError(
-            f'`axes` must name at least one axis with its size, as {{"replica": 4}}, got {axes!r}.'
+        raise ArgumentError(
+            "axes",
+            f'`axes` must name at least one axis with its size, as {{"replica": 4}}, got {axes!r}.',
         )
     size_of = "`axes`: the size of axis {!r}"
     return {name: checked_int(size_of.format(name), size, 1) for name, size in axes.items()}
@@ -179,12 +182,13 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
         is_given = devices is not None and len(available) > 0
         if is_given and next(iter(axes.values())) % len(available) == 0:
             return virtual_mesh(axes, available)
-        raise ValueError(
+        raise ArgumentError(
+            "axes",
             f"`axes` {axes} need {needed} devices, found {len(available)} "
             f"({available[0].platform if available else 'none'}). On CPU, more can be made with "
             f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax touches a device; '
             "`js.virtual_mesh` runs several replicas on a device, as do fewer `devices` whose "
-            "number divides the size of the outermost axis."
+            "number divides the size of the outermost axis.",
         )
     types = (AxisType.Auto,) * len(axes)
     chosen = sorted(available, key=_slice_of)[:needed]

@@ -20,7 +20,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._support.checks import warn_user
+from .._support.checks import ArgumentError, warn_user
 from .._support.types import AxisName, PyTree, axis_names
 from ..tree import check_arrays, leaf_names
 from ._axes import only_over
@@ -294,10 +294,11 @@ def replicate_as(name: str, params: PyTree, *, mesh: AnyMesh, axis_name: AxisNam
     """Do what `replicate` does, for the argument `name`, which messages use."""
     replicas = replica_count("replicate", mesh, axis_name)
     if _is_stacked(jax.tree.leaves(params), replicas, mesh, axis_name):
-        raise ValueError(
+        raise ArgumentError(
+            name,
             f"replicate: `{name}` must be one copy, and these are stacked for "
             f"{replicas} replicas already: pass what was given to `js.replicate` before, or one "
-            "copy of what was trained, `js.consensus(...)`."
+            "copy of what was trained, `js.consensus(...)`.",
         )
     check_arrays("replicate", params)
     leaves = zip(leaf_names(params), jax.tree.leaves(params), strict=True)

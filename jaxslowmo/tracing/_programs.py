@@ -93,6 +93,14 @@ def equations_in(program: Any) -> Iterator[Any]:
             yield from equations_in(inner)
 
 
+def constants_in(program: Any) -> Iterator[Any]:
+    """Yield the arrays that a program holds, and those of all programs inside of it."""
+    yield from getattr(program, "consts", ())
+    for equation in getattr(program, "jaxpr", program).eqns:
+        for inner in programs_in(equation):
+            yield from constants_in(inner)
+
+
 def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
     """Return the operands of a `scan` equation as constants, carry and what it scans over."""
     if "num_carry" in params:  # jax < 0.12

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._support.checks import ArgumentError
 from .._support.types import Phase, PyTree
 from ..mesh import Shares
 from ..tree import cast, landing, updates_to, widen_updates
@@ -117,9 +118,10 @@ class Event:
         """Raise `ValueError` for what is no function."""
         for name in ("due", "run"):
             if not callable(getattr(self, name)):
-                raise ValueError(
+                raise ArgumentError(
+                    name,
                     f"Event {self.name!r}: `{name}` must be a function, such as js.every(k) for "
-                    f"`due`, got {getattr(self, name)!r}."
+                    f"`due`, got {getattr(self, name)!r}.",
                 )
 
     def named(self, number: int) -> str:

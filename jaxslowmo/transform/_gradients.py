@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self, cast
 import jax
 import optax
 
+from .._support.checks import ArgumentError
 from .._support.scopes import GRADIENT_TRANSFORM
 from .._support.settings import Settings, records_settings
 from .._support.types import AxisName, PyTree
@@ -358,8 +359,9 @@ def checked_optax(owner: str, argument: str, tx: object) -> optax.GradientTransf
     """Return `over_stages(tx)`; raise `ValueError` unless `tx` is an optax transform."""
     if not isinstance(tx, optax.GradientTransformation):
         more = " Of an optax.MultiSteps pass its gradient_transformation()."
-        raise ValueError(
+        raise ArgumentError(
+            argument,
             f"{owner}: `{argument}` must be an optax transform, got {tx!r}."
-            f"{more if isinstance(tx, optax.MultiSteps) else ''}"
+            f"{more if isinstance(tx, optax.MultiSteps) else ''}",
         )
     return over_stages(tx)

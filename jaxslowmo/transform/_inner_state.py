@@ -10,6 +10,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey
 
+from .._support.checks import ArgumentError
 from .._support.types import PyTree
 from ._algorithm import Carry, InnerState, UpdateContext, rounded
 from ._optax_states import moved_copies
@@ -53,10 +54,11 @@ def changed_moments(
     chosen = [i for i, (path, _) in enumerate(places) if path[:-1] in nodes - around]
     for path, x in places:
         if path[:-1] not in nodes and np.ndim(x) and _is_floating(x):
-            raise ValueError(
+            raise ArgumentError(
+                "inner_state",
                 f"`inner_state`={inner_state!r} changes what an optimizer keeps in trees like the "
                 f"parameters, and this one has {x.dtype}{list(x.shape)} in another form: leave out "
-                'what brings it there, or use inner_state="keep".'
+                'what brings it there, or use inner_state="keep".',
             )
     parts = [x for _, x in places]
     if inner_state == "reset":
@@ -79,8 +81,9 @@ def changed_moments(
 def check_inner_state(owner: str, inner_state: Any) -> InnerState:
     """Return the argument `inner_state`; raise `ValueError` unless it is one."""
     if inner_state not in get_args(InnerState):
-        raise ValueError(
-            f"{owner}: `inner_state` must be one of {get_args(InnerState)}, got {inner_state!r}."
+        raise ArgumentError(
+            "inner_state",
+            f"{owner}: `inner_state` must be one of {get_args(InnerState)}, got {inner_state!r}.",
         )
     return inner_state
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._support.checks import warn_once
+from .._support.checks import ArgumentError, warn_once
 from .._support.settings import Settings
 from .._support.types import AxisName, Phase, PyTree
 from ..mesh import Shares, axis_size, is_bound, specs_key, typed_specs
@@ -293,10 +293,11 @@ class _Pair:
             )
         check_floating(owner, params)
         if self._algorithm.inner_state != "keep" and init is None:
-            raise ValueError(
+            raise ArgumentError(
+                "inner_state",
                 f"{owner}: `inner_state`={self._algorithm.inner_state!r} changes the state of the "
                 "optimizer, which a transform alone does not see: use js.make_train_step or "
-                'js.chain, not an optax.chain, or inner_state="keep".'
+                'js.chain, not an optax.chain, or inner_state="keep".',
             )
         algorithm = self._bound(params, stacked)
         groups = [group.placed(stacked, self._specs) for group in algorithm.groups]

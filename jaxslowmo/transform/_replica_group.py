@@ -23,7 +23,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from .._support.checks import checked_int
+from .._support.checks import ArgumentError, checked_int
 from .._support.types import AxisName, PyTree, axis_names
 from ..collectives import (
     LARGE_BYTES,
@@ -714,12 +714,15 @@ def check_axis_argument(owner: str, argument: str, axis_name: object) -> None:
     # Called before tracing. Whether the axes are bound is checked at trace time.
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(isinstance(n, str) and n for n in names):
-        raise ValueError(
+        raise ArgumentError(
+            argument,
             f"{owner}: `{argument}` must be the name of a mapped axis or a tuple of names, "
-            f"got {axis_name!r}."
+            f"got {axis_name!r}.",
         )
     if len(set(names)) != len(names):
-        raise ValueError(f"{owner}: `{argument}` names an axis twice, got {axis_name!r}.")
+        raise ArgumentError(
+            argument, f"{owner}: `{argument}` names an axis twice, got {axis_name!r}."
+        )
 
 
 def check_are_specs(owner: str, param_specs: PyTree | None) -> list[P]:
@@ -766,9 +769,10 @@ def checked_group(
             "as `P(*leaf.sharding.spec[1:])`."
         )
     if codec is not None and not isinstance(codec, Codec):
-        raise ValueError(
+        raise ArgumentError(
+            "codec",
             f"{owner}: `codec` must be None or one of js.codecs, such as js.codecs.int8() or "
-            f"js.codecs.float16(error_feedback=True), got {codec!r}."
+            f"js.codecs.float16(error_feedback=True), got {codec!r}.",
         )
     return ReplicaGroup(axis_name, local_axis_name, param_specs, bucket_bytes, codec)
 

@@ -3,6 +3,7 @@
 import json
 import shlex
 import struct
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,25 @@ from tensorboardX.record_writer import masked_crc32c
 from jaxslowmo.cli import main
 
 # SGD compiles faster than AdamW, and most of these tests' time is compilation.
-TINY = "train --preset tiny --eval-batches 1 --batch 2 --optimizer sgd --clip 0"
+QUICK = {"eval_batches": 1, "clip": 0.0}
+TINY = "train --preset tiny --batch 2 --optimizer sgd"
+
+
+def words(*parts: Any) -> list[str]:
+    """Return texts, split as a shell does; dicts become one file of `--config`."""
+    texts = [part for part in parts if not isinstance(part, dict)]
+    found = shlex.split(" ".join(map(str, texts)))
+    if values := {name: x for part in parts if isinstance(part, dict) for name, x in part.items()}:
+        path = Path(tempfile.mkdtemp()) / "options.json"
+        path.write_text(json.dumps(values))
+        found[1:1] = ["--config", str(path)]
+    return found
 
 
 def run(*parts: Any) -> int:
-    """Run the command line of these texts, split as a shell does; return its exit code."""
+    """Run the command line of these parts; return its exit code."""
     try:
-        main(shlex.split(" ".join(map(str, parts))))
+        main(words(*parts))
     except SystemExit as exit:
         return int(exit.code or 0)
     return 0

@@ -1,5 +1,6 @@
-"""`call("train --steps 5 --out", folder)`, and text to train on."""
+"""`call("train --steps 5 --out", folder)`, text to train on, and programs in place of children."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from cli.commands import run, write_text
+from support.fake_children import Fake
 
 
 class Outcome(NamedTuple):
@@ -92,3 +94,15 @@ def call(
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text, not to be changed."""
     return write_text(tmp_path_factory.mktemp("texts") / "text")
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Fake]:
+    """`fake("exit 75")`: what is started instead of this Python."""
+
+    def make(script: str) -> Fake:
+        made = Fake(tmp_path / "fake", script)
+        monkeypatch.setattr(sys, "executable", made.path)
+        return made
+
+    return make

@@ -9,60 +9,29 @@ import sys
 import numpy as np
 import pytest
 
-from cli.commands import TINY, json_of, records, trajectory
+from cli.commands import QUICK, TINY, json_of, records, trajectory, words
 from jaxslowmo.checkpoint import load_consensus
 from support.waiting import PATIENCE_SECONDS, wait_until
 
 ISLAND = f"{TINY} --replicas 2 --slow-every 4 --log-every 1 --learning-rate 0.2"
 
 
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        ("--islands run", ("--islands", "--island")),
-        ("--island a", ("--islands", "--island")),
-        ("--quorum 2", ("--quorum", "--islands")),
-        ("--late carry", ("--late", "--islands")),
-        ("--islands run --island a --algorithm local_sgd", ("--islands", "local_sgd")),
-        (
-            "--islands run --island a --fragments 2 --no-shard-state --inner-state reset",
-            ("--islands", "--fragments", "--shard-state", "--inner-state"),
-        ),
-        ("--islands run --island a --no-exact-average", ("--islands", "--exact-average")),
-        ("--islands run --island a --mesh stage=2 --batch 4", ("--islands", "--mesh stage=2")),
-        (
-            "--islands run --island a --check-parameters --checkpoint-every 1 --on-nan rollback",
-            ("--islands", "--check-parameters", "--on-nan rollback"),
-        ),
-        (
-            "--islands run --island a --algorithm diloco --slow-every 4 --delay 4",
-            ("--delay", "delay=4"),
-        ),
-        ("--islands ftp://run --island a", ("--islands", "ftp://run")),
-        ("--islands run --island a --merge 2", ("--merge", "2")),
-        ("--islands text/1.txt/run --island a", ("text/1.txt/run",)),
-    ],
-)
-def test_what_islands_do_not_have_is_refused(call, text, tmp_path, options, parts):
-    (tmp_path / "text").symlink_to(text)
-    call("train --preset tiny --data text --out out", options).is_refused(*parts)
-    assert not (tmp_path / "run").exists()
-
-
-def test_inspecting_asks_no_store_and_a_status_needs_a_run(call, tmp_path):
-    outcome = call("inspect config --preset tiny --islands run --island a --codec int8")
+def test_a_dry_run_asks_no_store_and_a_status_needs_a_run(call, text, tmp_path):
+    outcome = call("train --dry-run --preset tiny --islands run --island a --codec int8")
     assert (outcome.code, outcome.err) == (0, "")
     assert "average" in outcome.out
     assert "slow" not in outcome.out.replace("slowmo", "")  # the store's, not the replicas'
     call("islands status run").is_refused("run: there is no run here")
-    call("islands status ftp://run").is_refused("ftp://run")
+    late = call("train --preset tiny --data", text, "--islands run --island a", {"late": "never"})
+    late.is_refused("--late", "never")
     assert not (tmp_path / "run").exists()
 
 
 def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
     def trained(run, out, *options):
         return call(
-            ISLAND, "--sync-every 2 --codec int8 --eval-every 6 --schedule-steps 12 --data", text,
+            ISLAND, QUICK, "--sync-every 2 --codec int8 --eval-every 6 --data", text,
+            {"schedule_steps": 12},
             "--islands", tmp_path / run, "--island a --checkpoint-every 6 --out", tmp_path / out,
             *options,
         )  # fmt: skip
@@ -72,7 +41,7 @@ def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
     assert "Island a: 3 rounds, each: " in whole.out
     assert trained("second", "parts", "--steps 6").code == 0
     # Its waiting may be other than before.
-    outcome = trained("second", "parts", "--steps 12 --resume --quorum 1 --late carry")
+    outcome = trained("second", "parts", "--steps 12 --resume --quorum 1", {"late": "carry"})
     assert (outcome.code, outcome.err) == (0, "")
     assert trajectory(tmp_path / "parts") == trajectory(tmp_path / "whole")
     found = trajectory(tmp_path / "whole")
@@ -80,13 +49,12 @@ def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
     assert json_of(tmp_path / "whole" / "summary.json")["round"] == 3
     assert found[-1]["validation_loss"] < found[0]["validation_loss"]
 
-    assert trained("second", "new", "--steps 12 --deadline-seconds 0").code == 0
-    outcome = trained("second", "parts", "--steps 16 --resume --deadline-seconds 0")
+    assert trained("second", "new", "--steps 12", {"deadline_seconds": 0}).code == 0
+    outcome = trained("second", "parts", "--steps 16 --resume", {"deadline_seconds": 0})
     assert outcome.code == 0
     # Its lines, as they are.
     assert outcome.err.startswith("island a: an earlier process has contributed since round 3")
-    trained("second", "parts", "--steps 16 --resume --island b").is_refused("--island was a, is b")
-    trained("second", "other", "--steps 8 --slow-every 8").is_refused("--slow-every", "run.json")
+    trained("second", "other", "--steps 8 --slow-every 8").is_refused("sync_every", "run.json")
     refused = trained("second", "other", "--steps 8 --slow-momentum 0.3")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert "outer_optimizer" in refused.err
@@ -107,7 +75,7 @@ def test_two_islands_end_with_one_model_though_one_was_stopped_while_it_waited(
             f"--islands {run} --island {name} --data {text} --out {tmp_path / name}"
         )
         return subprocess.Popen(
-            [sys.executable, "-m", "jaxslowmo", *options.split(), *more],
+            [sys.executable, "-m", "jaxslowmo", *words(options, QUICK), *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxslowmo.cli._command_line import configured
-from jaxslowmo.cli.config._commands import TrainCommand
-from jaxslowmo.cli.config._training import TrainConfig
+from jaxslowmo.cli._config import TrainConfig, read
 
 ROOT = Path(__file__).parents[2]
 DOCS, JOBS = ROOT / "docs", ROOT / "examples" / "jobs"
@@ -29,11 +27,11 @@ def as_called(script: str) -> TrainConfig:
     # What the caller adds, and what the shell does with it.
     call = re.split(r'"\$@"|\$\*"| & *$', call)[0]
     words = shlex.split(re.sub(r"\$\(\(.*?\)\)|\$\w+", "4", call))
-    command = configured(TrainCommand, "jaxslowmo train", words)
-    assert command.out is not None
-    assert command.train.resume
-    assert command.train.checkpoint_every
-    return command.train
+    config = read(TrainConfig, "jaxslowmo train", words)
+    assert config.run.out is not None
+    assert config.checkpoint.resume
+    assert config.checkpoint.checkpoint_every
+    return config
 
 
 def job_sets(file: Path) -> list[dict[str, Any]]:
@@ -58,7 +56,7 @@ def test_scripts(file):
     script = file.read_text()
     assert not syntax_error(script)
     assert syntax_error(script + "\nif")
-    assert as_called(script).replicas == 4
+    assert as_called(script).mesh.num_replicas == 4
     with pytest.raises(Exception, match="--no-such-option"):
         as_called("python -m jaxslowmo train --out x --no-such-option 3")
 
@@ -76,6 +74,7 @@ def test_job_sets(file):
     # A replica per slice, or per process where there are none, on all chips.
     limits = container["resources"].get("limits", {})
     devices = job["replicas"] * pods["parallelism"] * limits.get("google.com/tpu", 1)
-    assert config.replicas == job["replicas"] * (1 if limits else pods["parallelism"])
-    assert config.replicas * config.devices_per_replica == devices
+    replicas, each = config.mesh.num_replicas, config.mesh.devices_of_a_replica
+    assert replicas == job["replicas"] * (1 if limits else pods["parallelism"])
+    assert replicas * each == devices
     assert pods["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]

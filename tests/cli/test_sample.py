@@ -3,6 +3,7 @@
 Those are held against a loop that asks the model for one byte at a time.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,11 +11,10 @@ import jax
 import numpy as np
 import pytest
 
-from cli.commands import TINY, json_of, run
+from cli.commands import QUICK, TINY, json_of, run
 from jaxslowmo.checkpoint import load_consensus
-from jaxslowmo.cli._output import write_json
+from jaxslowmo.cli._config import SampleConfig
 from jaxslowmo.cli._sample import _shown, find_model, generate
-from jaxslowmo.cli.config._commands import SampleConfig
 from jaxslowmo.models import GPT_PRESETS, GPTConfig, gpt_logits_fn, init_gpt
 
 # A run that most tests read: all on one worker.
@@ -25,9 +25,12 @@ pytestmark = pytest.mark.xdist_group("sample")
 def gossip(text, tmp_path_factory):
     """Three replicas that differ, with something in flight."""
     out = tmp_path_factory.mktemp("gossip") / "out"
-    saved = "--learning-rate 0.3 --steps 5 --checkpoint-every 3 --export --check-parameters"
+    saved = "--learning-rate 0.3 --steps 5 --checkpoint-every 3 --export"
     options = "--algorithm sgp --replicas 3 --overlap 2"
-    assert run(TINY, saved, options, "--data", text, "--out", out) == 0
+    assert (
+        run(TINY, QUICK, {"check_parameters": True}, saved, options, "--data", text, "--out", out)
+        == 0
+    )
     return out
 
 
@@ -62,7 +65,7 @@ def test_an_export_that_does_not_say_what_it_is(call, copied):
     record = copied / "model" / "jaxslowmo.json"
     value = json_of(record)
     assert value["extra"]["model"]["num_layers"] == 1
-    write_json(record, value | {"extra": {}})
+    record.write_text(json.dumps(value | {"extra": {}}))
     call("sample", copied / "model").is_refused(copied / "model", "--export")
 
 
@@ -103,7 +106,7 @@ def test_damage_names_the_option_that_takes_the_checkpoint_before(call, copied):
     record = copied / "checkpoints" / "3" / "record" / "metadata"
     value = json_of(record)
     value.pop("crc32", None)
-    write_json(record, value | {"extra": {}})  # as one of another program
+    record.write_text(json.dumps(value | {"extra": {}}))  # as one of another program
     call("sample", copied, "--step 3").is_refused("checkpoint")
 
 

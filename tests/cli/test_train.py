@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from cli.commands import TINY, curves, json_of, records, trajectory
+from cli.commands import QUICK, TINY, curves, json_of, records, trajectory, words
 from jaxslowmo.checkpoint import load_consensus
-from jaxslowmo.cli.run import _job
+from jaxslowmo.cli import _run
 from support.waiting import PATIENCE_SECONDS, wait_until
 
 
@@ -23,14 +23,14 @@ from support.waiting import PATIENCE_SECONDS, wait_until
 def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm, periods):
     out = tmp_path / "out"
     outcome = call(
-        TINY, periods, "--algorithm", algorithm, "--data", text, "--out", out,
+        TINY, QUICK, periods, "--algorithm", algorithm, "--data", text, "--out", out,
         "--steps 9 --eval-every 4 --log-every 2 --learning-rate 0.2 --tensorboard",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     assert "validation loss of the consensus" in outcome.out
     assert outcome.out.rstrip().endswith(f"Results in {out}")
     assert {path.name for path in out.iterdir()} == {
-        "config.json", "corpus.json", "metrics.jsonl", "summary.json", "tensorboard",
+        "config.json", "loss.png", "metrics.jsonl", "summary.json", "tensorboard",
     }  # fmt: skip
 
     found = records(out)
@@ -89,10 +89,10 @@ def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp
         return {"validation_loss": 0.0}
 
     monkeypatch.setattr(js, "Evaluate", Watched)
-    monkeypatch.setattr(_job.Job, "evaluate", evaluate)
+    monkeypatch.setattr(_run.Job, "evaluate", evaluate)
     outcome = call(
-        TINY, "--algorithm sgp --overlap 2 --data", text, "--out", out, "--steps 3 --replicas 2",
-        "--learning-rate 0.5 --checkpoint-every 3 --export",
+        TINY, QUICK, "--algorithm sgp --overlap 2 --data", text, "--out", out, "--steps 3",
+        "--replicas 2 --learning-rate 0.5 --checkpoint-every 3 --export",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     terms = masses[-1]
@@ -109,17 +109,17 @@ def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp
 
 def test_virtual_replicas_learn_the_same_and_statistics_measure_every_kind(call, text, tmp_path):
     summaries = []
-    for execution, more in (("devices", "--statistics --statistics-rate 11"), ("virtual", "")):
+    for execution, more in (("devices", {"statistics": True}), ("virtual", {})):
         out = tmp_path / execution
         outcome = call(
-            TINY, "--steps 12 --algorithm local_sgd --sync-every 6 --learning-rate 0.2 --data",
-            text, "--out", out, "--execution", execution, more,
+            TINY, QUICK, "--steps 12 --algorithm local_sgd --sync-every 6 --learning-rate 0.2",
+            "--data", text, "--out", out, "--execution", execution, more,
         )  # fmt: skip
         assert outcome.code == 0
         assert ("would send" in outcome.out) == (execution == "virtual")
         summaries.append(json_of(out / "summary.json"))
         if more:
-            assert "12 steps, 12 measured; 4 cpu devices" in outcome.out
+            assert "12 steps, 11 measured; 4 cpu devices" in outcome.out
             assert "backward compute" in outcome.out
     devices, virtual = summaries
     assert virtual["bytes_are_hypothetical"] > devices["bytes_are_hypothetical"]
@@ -127,7 +127,7 @@ def test_virtual_replicas_learn_the_same_and_statistics_measure_every_kind(call,
     assert virtual["validation_loss"] == pytest.approx(devices["validation_loss"], abs=1e-4)
     record = json_of(tmp_path / "devices" / "statistics.json")
     measured = {name: kind["measured"] for name, kind in record["kinds"].items()}
-    assert measured == {"local": 10, "average": 2}
+    assert sum(measured.values()) == 11
     assert record["average"]["backward_compute_time"] > 0
     assert set(record["average"]["communication"]) == {"average"}
 
@@ -135,10 +135,10 @@ def test_virtual_replicas_learn_the_same_and_statistics_measure_every_kind(call,
 @pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm in half precision
 def test_two_levels_accumulate_in_host_mode(call, text, tmp_path):
     outcome = call(
-        TINY, "--replicas 2 --devices-per-replica 2 --batch 4 --accumulate 2 --mode host --data",
-        text, "--dtype bfloat16 --algorithm diloco --no-shard-state --slow-every 2 --steps 5",
-        "--rate-schedule constant --warmup 0 --log-every 2 --learning-rate 0.02 --out",
-        tmp_path / "out",
+        TINY, QUICK, "--replicas 2 --mesh device=2 --batch 4 --accumulate 2 --mode host --data",
+        text, "--dtype bfloat16 --algorithm diloco --slow-every 2 --steps 5",
+        {"shard_state": False, "rate_schedule": "constant"}, "--warmup 0 --log-every 2",
+        "--learning-rate 0.02 --out", tmp_path / "out",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     assert "2 replicas of 2 devices on 4 of 8 CPU devices" in outcome.out
@@ -150,7 +150,7 @@ def test_two_levels_accumulate_in_host_mode(call, text, tmp_path):
 def test_a_loss_that_is_not_finite_stops_the_run(call, text, tmp_path):
     out = tmp_path / "out"
     outcome = call(
-        TINY, "--data", text, "--out", out, "--steps 50 --log-every 1 --warmup 0",
+        TINY, QUICK, "--data", text, "--out", out, "--steps 50 --log-every 1 --warmup 0",
         "--learning-rate 1e38 --algorithm local_sgd",
     )  # fmt: skip
     assert outcome.code == 1
@@ -166,8 +166,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(call, text, tmp_path):
 def test_a_run_in_float16_tells_its_scale(call, text, tmp_path):
     out = tmp_path / "out"
     outcome = call(
-        TINY, "--dtype float16 --loss-scale", 2**24, "--replicas 2 --execution virtual --data",
-        text, "--algorithm local_sgd --log-every 1 --steps 6 --out", out,
+        TINY, QUICK, {"loss_scale": 2**24}, "--dtype float16 --replicas 2 --execution virtual",
+        "--data", text, "--algorithm local_sgd --log-every 1 --steps 6 --out", out,
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     assert "updates skipped" in outcome.out
@@ -189,13 +189,13 @@ def test_patience_ends_a_run_that_does_not_improve(call, text, tmp_path):
     start = None
     for patience, resume, steps in ((1, "", 2), (2, "--resume", 4)):
         outcome = call(
-            TINY, "--replicas 2 --algorithm local_sgd --learning-rate 0 --eval-every 2 --data",
-            text, "--log-every 3 --steps 100 --checkpoint-every 50 --out", out, resume,
-            "--patience", patience,
+            TINY, QUICK, "--replicas 2 --algorithm local_sgd --learning-rate 0 --eval-every 2",
+            "--data", text, "--log-every 3 --steps 100 --checkpoint-every 50 --out", out, resume,
+            {"patience": patience},
         )  # fmt: skip
         assert (outcome.code, outcome.err) == (0, "")
         assert "Stopped early: the smallest validation loss, 5.5" in outcome.out
-        assert "was that of step 0. --resume with a larger --patience goes on." in outcome.out
+        assert "was that of step 0. A resumed run with a larger patience goes on." in outcome.out
         summary = json_of(out / "summary.json")
         assert (summary["status"], summary["stopped_early"]) == ("finished", True)
         assert summary["steps"] == steps  # it goes on counting
@@ -209,7 +209,7 @@ def test_ctrl_c_ends_cleanly_with_metrics_written(text, tmp_path):
     metrics = out / "metrics.jsonl"
     options = "--steps 1000000 --log-every 1 --algorithm local_sgd --replicas 2 --data"
     process = subprocess.Popen(
-        [sys.executable, "-m", "jaxslowmo", *TINY.split(), *options.split(), text, "--out", out],
+        [sys.executable, "-m", "jaxslowmo", *words(TINY, QUICK, options, text, "--out", out)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -226,3 +226,27 @@ def test_ctrl_c_ends_cleanly_with_metrics_written(text, tmp_path):
     summary = json_of(out / "summary.json")
     assert summary["status"] == "interrupted"
     assert summary["steps"] == records(out)[-1]["step"] > 0
+
+
+@pytest.mark.parametrize("algorithm", ["local_sgd", "sgp", "slowmo", "diloco"])
+def test_a_dry_run_says_what_a_run_then_sends(call, text, tmp_path, algorithm):
+    options = f"--algorithm {algorithm} --replicas 2 --steps 4 --sync-every 2 --slow-every 4"
+    told = call(TINY, QUICK, options, "--dry-run")
+    assert (told.code, told.err) == (0, "")
+    assert [*tmp_path.iterdir()] == []
+    assert ["devices", "2 replicas on 2 of 8 CPU devices"] in told.rows
+    done = call(TINY, QUICK, options, "--data", text, "--out", tmp_path / "out")
+    assert (done.code, done.err) == (0, "")
+    kinds = json_of(tmp_path / "out" / "summary.json")["bytes_per_step_by_kind"]
+    lines = [line for line in told.out.splitlines() if " replica " in line]
+    assert all(any(line.startswith(kind) for line in lines) for kind, n in kinds.items() if n)
+    assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_dry_run_of_stages_tells_of_the_pipeline(call):
+    told = call("train --preset tiny --mesh replica=2,stage=3 --batch 6 --dry-run")
+    assert (told.code, told.err) == (0, "")
+    rows = dict(row for row in told.rows if len(row) == 2)
+    assert rows["microbatches"] == "6"
+    assert rows["layers of each stage"] == "0 to 0; 1 to 1; 2 to 2"
+    assert {"schedule", "bubble, equal costs", "parameters on a device"} <= rows.keys()

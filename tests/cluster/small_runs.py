@@ -11,8 +11,9 @@ QUICK_COMPILER = {
     f"{QUICK_EMITTERS}"
 }
 
-# Options of an optimizer that compiles in less time than the default one.
-LIGHT = ("--optimizer", "sgd", "--clip", "0")
+# An optimizer that compiles in less time than the default one: options, and those of a file.
+LIGHT = ("--optimizer", "sgd")
+LIGHT_FILE = {"clip": 0.0}
 
 
 def small_text(folder: Path) -> Path:

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from faults.stand import FOR_EVER, OF_THREE, Stand, last_step, steps_saved
 
-HEARTBEAT = 10
+HEARTBEAT = 10  # the default
 # The heartbeat, some seconds to notice and to leave; several times that beside other work.
 WITHIN = 10 * (HEARTBEAT + 15)
 LOST = "error: another process died or cannot be reached (details: "
@@ -20,8 +20,8 @@ LOST = "error: another process died or cannot be reached (details: "
 def trained(request, four_hosts, programs, tmp_path):
     """A run on as many hosts as asked for, past its first checkpoint."""
     with Stand(tmp_path / "try", programs, hosts=four_hosts[: request.param]) as stand:
-        options = ("--checkpoint-every", "10", "--heartbeat-timeout", str(HEARTBEAT))
-        run = stand.train(*FOR_EVER, *options, *(OF_THREE if request.param == 3 else ()))
+        stand.settings |= OF_THREE if request.param == 3 else {}
+        run = stand.train(*FOR_EVER, "--checkpoint-every", "10")
         run.until(lambda: steps_saved(stand.out), "a checkpoint")
         run.strike()
         yield stand, run

@@ -8,16 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import LIGHT, quick, small_text
+from small_runs import LIGHT, LIGHT_FILE, quick, small_text
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "jobs" / "mpirun.sh"
 PROCESSES, STEPS = 4, 6
 # Averages, and a slow step; the smallest evaluation.
 OPTIONS = (
     *LIGHT,
-    *("--preset", "tiny", "--replicas", "2", "--devices-per-replica", "2", "--batch", "4"),
+    *("--preset", "tiny", "--replicas", "2", "--mesh", "device=2", "--batch", "4"),
     *("--sync-every", "2", "--slow-every", "4", "--steps", str(STEPS), "--log-every", "1"),
-    *("--eval-every", str(STEPS), "--eval-batches", "1"),
+    *("--eval-every", str(STEPS)),
 )
 ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -58,7 +58,9 @@ def losses(out: Path) -> list[float]:
 
 def test_losses_are_those_of_one_process(tmp_path, programs):
     """With two replicas, each of which spans two processes."""
-    options = (*OPTIONS, "--data", str(small_text(tmp_path / "text")))
+    (tmp_path / "options.json").write_text(json.dumps({**LIGHT_FILE, "eval_batches": 1}))
+    options = (*OPTIONS, "--config", str(tmp_path / "options.json"))
+    options = (*options, "--data", str(small_text(tmp_path / "text")))
     several, one = tmp_path / "several", tmp_path / "one"
     mpirun = {"PROCESSES": str(PROCESSES), "PYTHON": sys.executable, "OUT": str(several)}
     ended_well(["bash", str(SCRIPT), *options], 400, **quick(programs), **mpirun)

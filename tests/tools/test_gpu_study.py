@@ -21,8 +21,9 @@ try:
 finally:
     sys.path.remove(str(ROOT / "benchmarks"))
 
-from jaxslowmo.cli.config._training import PRESET_DEFAULTS  # noqa: E402
-from jaxslowmo.cli.run._recipes import build_algorithm  # noqa: E402
+import jaxslowmo as js  # noqa: E402
+from jaxslowmo.cli._config import PRESETS  # noqa: E402
+from jaxslowmo.cli._setup import make_step  # noqa: E402
 from jaxslowmo.models import gpt_preset, num_parameters  # noqa: E402
 from support.promotion import standard  # noqa: E402
 
@@ -186,21 +187,22 @@ def test_the_plan_is_that_of_the_experiments_and_fits():
 @pytest.mark.parametrize("preset", ["1m", "10m", "40m", "124m"])
 def test_runs_of_an_experiment_differ_by_algorithm_and_rate_alone(preset):
     experiment = gpu_study.Experiment("all", preset, 1, tuple(gpu_study.ALGORITHMS))
-    peak = PRESET_DEFAULTS[preset].get("learning_rate", 1e-3)
+    peak = PRESETS[preset].get("learning_rate", 1e-3)
     for name in experiment.algorithms:
         config = gpu_study.config_for(experiment, name)
-        assert config.learning_rate == peak * (1 if name == "all_reduce" else 0.5)
+        assert config.optimizer.learning_rate == peak * (1 if name == "all_reduce" else 0.5)
         window = gpt_preset(preset).context_length
-        assert config.batch * config.replicas * window == experiment.bytes_per_update
-        assert (config.steps, config.dtype, config.attention) == (
+        rows = config.data.batch * config.mesh.num_replicas
+        assert rows * window == experiment.bytes_per_update
+        assert (config.run.steps, config.model.dtype, config.model.attention) == (
             experiment.updates,
             "bfloat16",
             "xla",
         )
-        algorithm = build_algorithm(config)
-        assert (algorithm.sync is None) == (name == "all_reduce")
-        if algorithm.sync is not None:
-            due = [t for t in range(1, 33) if algorithm.sync.due(t)]
+        step = make_step(config, lambda params, batch: 0.0, js.virtual_mesh({"replica": 4}))
+        assert (step.sync is None) == (name == "all_reduce")
+        if step.sync is not None:
+            due = [t for t in range(1, 33) if step.sync.due(t)]
             assert due[-1] == 32
             assert ("4 fragments" in name) == (len(due) > 1)
 

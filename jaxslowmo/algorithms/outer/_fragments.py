@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from ..._support.checks import checked_int, checks_flags
+from ..._support.checks import ArgumentError, checked_int, checks_flags
 from ..._support.types import PyTree
 from ...transform import Every
 from ...tree import Staged, leaf_names, of_form, parts_of
@@ -285,19 +285,22 @@ def check_turns(owner: str, schedule: Every, count: int, delay: int) -> None:
       ValueError: the period is no multiple of the number, or the delay is as long as the period.
     """
     if count > 1 and schedule.before == "all":
-        raise ValueError(
+        raise ArgumentError(
+            "fragments",
             f'{owner}: `fragments` must be 1 for a schedule with before="all", since they take '
-            f"turns at equal distances, got {count}."
+            f"turns at equal distances, got {count}.",
         )
     if schedule.k % count:
-        raise ValueError(
+        raise ArgumentError(
+            "sync_every",
             f"{owner}: `sync_every` must be a multiple of `fragments`, so that they take turns at "
-            f"equal distances, got sync_every={schedule.k} and {count} fragments."
+            f"equal distances, got sync_every={schedule.k} and {count} fragments.",
         )
     if delay and delay >= schedule.k:
-        raise ValueError(
+        raise ArgumentError(
+            "delay",
             f"{owner}: `delay` must be less than `sync_every`, so that a fragment has arrived "
-            f"before it is sent again, got delay={delay} and sync_every={schedule.k}."
+            f"before it is sent again, got delay={delay} and sync_every={schedule.k}.",
         )
 
 
@@ -325,9 +328,10 @@ def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment,
         wanted = set(range(len(set(numbers))))
         if not numbers or any(type(n) is not int for n in numbers) or set(numbers) != wanted:
             shown = sorted(set(map(repr, numbers)))
-            raise ValueError(
+            raise ArgumentError(
+                "fragments",
                 f"{owner}: `fragments` must give every leaf a number, 0, 1, 2, ... without a gap, "
-                f"got {', '.join(shown[:9])}."
+                f"got {', '.join(shown[:9])}.",
             )
     else:
         numbers = _balanced(owner, fragments, params, names)
@@ -354,9 +358,10 @@ def _of_layers(
     ]
     if not stacked or not others or wrong:
         rule = f"got {', '.join(wrong)}" if wrong else f"{len(stacked)} of {len(names)} leaves are"
-        raise ValueError(
+        raise ArgumentError(
+            "fragments",
             f"{owner}: `fragments` of js.layers needs leaves with layers along axis {axis}, whose "
-            f"number count - 1 = {parts} divides, and others; {rule}."
+            f"number count - 1 = {parts} divides, and others; {rule}.",
         )
     cut = [Part(axis, i, parts, fragments.interleaved) for i in range(parts)]
     return (
@@ -372,9 +377,10 @@ def _cut_alike(owner: str, count: int, params: PyTree) -> tuple[Fragment, ...]:
     leaves = jax.tree.leaves(params)
     least = min(x.shape[-1] if x.ndim else 0 for x in leaves)
     if count > least:
-        raise ValueError(
+        raise ArgumentError(
+            "fragments",
             f"{owner}: `fragments` must not be more than the elements of a stage's buffer, got "
-            f"{count} for {least} elements."
+            f"{count} for {least} elements.",
         )
     places = tuple(range(len(leaves)))
     return tuple(Fragment(i, places, Part(-1, i, count)) for i in range(count))
@@ -384,9 +390,10 @@ def _balanced(owner: str, count: int, params: PyTree, names: Sequence[str]) -> l
     """Return the fragment of each leaf: `count` runs of leaves with even numbers of bytes."""
     sizes = [int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params)]
     if count > len(sizes):
-        raise ValueError(
+        raise ArgumentError(
+            "fragments",
             f"{owner}: `fragments` must not be more than the leaves of the parameters, got "
-            f"{count} for {len(sizes)} leaves."
+            f"{count} for {len(sizes)} leaves.",
         )
     layers = [tuple(run) for _, run in itertools.groupby(range(len(names)), _layers(names))]
     if len(layers) < count:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from ..._support.checks import as_number, checked_int
+from ..._support.checks import ArgumentError, as_number, checked_int
 from ..._support.types import PyTree
 from ...collectives import quotient, scaled
 from ...transform import (
@@ -156,13 +156,16 @@ class _Outer:
             checked_int(f"{owner}: `fragments`", self.fragments, 1)
             check_turns(owner, self.schedule, self.fragments, self.delay)
         if self.delay and self.schedule.before == "all":
-            raise ValueError(
+            raise ArgumentError(
+                "delay",
                 f'{owner}: `delay` must be 0 for a schedule with before="all", in which updates '
-                f"without a distance are due, got {self.delay}."
+                f"without a distance are due, got {self.delay}.",
             )
         share = as_number(merge)
         if share is None or not 0 <= share <= 1:
-            raise ValueError(f"{owner}: `merge` must be a number in [0, 1], got {merge!r}.")
+            raise ArgumentError(
+                "merge", f"{owner}: `merge` must be a number in [0, 1], got {merge!r}."
+            )
         if self.is_spread and not self.exact_average:
             raise ValueError(
                 f"{owner}: `exact_average=False` exchanges nothing in slow steps, so there is "
@@ -171,10 +174,11 @@ class _Outer:
             )
         check_inner_state(owner, self.inner_state)
         if self.inner_state != "keep" and (self.fragments != 1 or not self.exact_average):
-            raise ValueError(
+            raise ArgumentError(
+                "inner_state",
                 f'{owner}: `inner_state` must be "keep" with several `fragments`, since it changes '
                 "all moments at once, and without an exact average, which exchanges nothing; got "
-                f"{self.inner_state!r}."
+                f"{self.inner_state!r}.",
             )
 
     @property
@@ -252,10 +256,11 @@ class _Outer:
         if self.fragments == 1:
             return (ALL_LEAVES,)
         if parts_of(params, Staged) and not self.is_element_wise:
-            raise ValueError(
+            raise ArgumentError(
+                "fragments",
                 f"{self.owner}: `fragments` of a model in stages are parts of its flat buffers, so "
                 "`outer_optimizer` must be element-wise, which shard_state=True promises. Use "
-                "fragments=1 with one that is not."
+                "fragments=1 with one that is not.",
             )
         return divided(self.owner, self.fragments, params)
 
@@ -760,9 +765,10 @@ def shards_state(
     """
     codec = group.codec
     if codec is not None and not exact_average:
-        raise ValueError(
+        raise ArgumentError(
+            "codec",
             f"{owner}: `exact_average=False` exchanges nothing in slow steps, so there is nothing "
-            f"for `codec`; got {codec!r}. Give it to the `base`."
+            f"for `codec`; got {codec!r}. Give it to the `base`.",
         )
     # From blocks the step would be made sparse a second time, on its way to the parameters.
     is_sparse = codec is not None and codec.is_sparse

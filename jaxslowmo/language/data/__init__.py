@@ -4,7 +4,6 @@ from ._batches import TextBatches as TextBatches
 from ._batches import TextSplit as TextSplit
 from ._batches import split_corpus as split_corpus
 from ._batches import validation_batches as validation_batches
-from ._corpus import Contents as Contents
 from ._corpus import Corpus as Corpus
 from ._corpus import Document as Document
 from ._corpus import default_corpus_path as default_corpus_path

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._support.checks import ArgumentError
 from ._corpus import Corpus, Document
 
 
@@ -47,7 +48,7 @@ def split_corpus(corpus: Corpus, num_replicas: int, *, validation_every: int = 1
       ValueError: a number is out of range, or there are more replicas than files or bytes.
     """
     if num_replicas < 1:
-        raise ValueError(f"`replicas` must be >= 1, got {num_replicas}.")
+        raise ArgumentError("replicas", f"`replicas` must be >= 1, got {num_replicas}.")
     if validation_every < 2:
         raise ValueError(f"`validation_every` must be >= 2, got {validation_every}.")
     if corpus.is_single_file:
@@ -68,9 +69,10 @@ def _cut(
     size = len(document.text)
     held_out = max(1, size // validation_every)
     if size - held_out < num_replicas:
-        raise ValueError(
+        raise ArgumentError(
+            "replicas",
             f"`replicas` must not exceed the bytes to share out, got {num_replicas} replicas for "
-            f"a file of {size} bytes; use a larger file."
+            f"a file of {size} bytes; use a larger file.",
         )
     # Ends are rounded multiples, so that parts differ by at most one byte.
     ends = [(size - held_out) * i // num_replicas for i in range(num_replicas + 1)] + [size]
@@ -86,15 +88,17 @@ def _deal(
 ) -> tuple[list[list[Document]], list[Document]]:
     documents = corpus.documents
     if len(documents) == 1:
-        raise ValueError(
+        raise ArgumentError(
+            "data",
             "`data` must hold at least two text files, one of them for validation, got only "
-            f"{documents[0].name} in {corpus.source}; pass that file itself, it is cut into parts."
+            f"{documents[0].name} in {corpus.source}; pass that file itself, it is cut into parts.",
         )
     if len(documents) < num_replicas + 1:
-        raise ValueError(
+        raise ArgumentError(
+            "replicas",
             f"`replicas` must leave one file for validation, got {num_replicas} replicas for "
             f"{len(documents)} text files in {corpus.source}; use at most {len(documents) - 1} "
-            "replicas, add files, or pass one file, which is cut into parts."
+            "replicas, add files, or pass one file, which is cut into parts.",
         )
     # Hold out the middle file of each group, and at least one. A folder's first file is often
     # unusual (README, __init__), and validation should resemble the rest.
@@ -154,20 +158,22 @@ class TextBatches(Iterator[np.ndarray]):
     ):
         _check_sizes(batch_size=batch_size, window=window)
         if seed < 0:
-            raise ValueError(f"`seed` must be >= 0, got {seed}.")
+            raise ArgumentError("seed", f"`seed` must be >= 0, got {seed}.")
         replicas = tuple(range(len(shares)) if replicas is None else replicas)
         if len(replicas) != len(shares) or min(replicas, default=0) < 0:
-            raise ValueError(
+            raise ArgumentError(
+                "replicas",
                 f"`replicas` must be one index >= 0 for each of the {len(shares)} shares, got "
-                f"{replicas}."
+                f"{replicas}.",
             )
         for replica, share in zip(replicas, shares, strict=True):
             if share.size < batch_size * window:
-                raise ValueError(
+                raise ArgumentError(
+                    "data",
                     f"`data` must hold at least one batch per replica, {batch_size} windows of "
                     f"{window} bytes = {batch_size * window} bytes; replica {replica} of "
                     f"{len(shares)} got {share.size}: use more text, fewer replicas, "
-                    "a smaller batch or a shorter context."
+                    "a smaller batch or a shorter context.",
                 )
         self._shares = tuple(shares)
         self._batch_size = batch_size
@@ -240,9 +246,10 @@ def validation_batches(
     """
     _check_sizes(num_batches=num_batches, batch_size=batch_size, window=window)
     if text.size < window:
-        raise ValueError(
+        raise ArgumentError(
+            "data",
             f"`data` must leave at least one window of {window} bytes for validation, "
-            f"got {text.size}: use more text or a shorter context."
+            f"got {text.size}: use more text or a shorter context.",
         )
     starts = np.linspace(0, text.size - window, num_batches * batch_size).astype(np.int64)
     windows = text[starts[:, None] + np.arange(window)]
@@ -253,4 +260,4 @@ def _check_sizes(**sizes: int) -> None:
     for name, value in sizes.items():
         least = 2 if name == "window" else 1
         if value < least:
-            raise ValueError(f"`{name}` must be >= {least}, got {value}.")
+            raise ArgumentError(name, f"`{name}` must be >= {least}, got {value}.")

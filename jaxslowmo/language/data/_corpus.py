@@ -7,9 +7,10 @@ import json
 import os
 import stat
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..._support.checks import ArgumentError
 from ..._support.files import PASSING
 
 # Folders that are no typical source: installed packages, caches, and test suites, which would be
@@ -58,38 +59,16 @@ class Corpus:
         return sum(len(document.text) for document in self.documents)
 
     @functools.cached_property
-    def contents(self) -> "Contents":
-        """The names, lengths and hashes of the files, without the texts."""
-        listing = {
+    def fingerprint(self) -> str:
+        """A SHA-256 of names, texts and skipped files: equal corpora give equal batches.
+
+        It does not depend on the place of the files: a single file has no name.
+        """
+        texts = {
             "" if self.is_single_file else document.name: f"{len(document.text)} {document.sha256}"
             for document in self.documents
         }
-        return Contents(
-            self.source, listing | dict(self.skipped), len(self.documents), self.num_bytes
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Contents:
-    """A summary of a corpus that tells whether two corpora are the same.
-
-    Attributes:
-      source: the path that was read.
-      listing: maps the name of a document to its length and SHA-256, and that of a skipped file to
-        the reason. It does not depend on the place of the files: a single file has the name "".
-      num_documents: number of documents.
-      num_bytes: number of bytes in all documents.
-    """
-
-    source: str
-    listing: Mapping[str, str]
-    num_documents: int
-    num_bytes: int
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """The SHA-256 of the listing: corpora with equal fingerprints give equal batches."""
-        lines = json.dumps(sorted(self.listing.items()))
+        lines = json.dumps(sorted((texts | dict(self.skipped)).items()))
         return hashlib.sha256(lines.encode()).hexdigest()
 
 
@@ -122,15 +101,17 @@ def read_corpus(path: str | os.PathLike[str] | None = None) -> Corpus:
     if path is None:
         return _read_folder(default_corpus_path(), is_stdlib=True)
     if not os.fspath(path):
-        raise ValueError("`data` must be a file or a folder, got an empty path.")
+        raise ArgumentError("data", "`data` must be a file or a folder, got an empty path.")
     path = Path(path)
     if path.is_dir():
         return _read_folder(path, is_stdlib=False)
     if not path.is_file():
-        raise ValueError(f"`data` must be an existing file or folder, got {str(path)!r}.")
+        raise ArgumentError(
+            "data", f"`data` must be an existing file or folder, got {str(path)!r}."
+        )
     text, reason = _read_text(path)
     if reason:
-        raise ValueError(f"`data` must be a text file, but {str(path)!r} is {reason}.")
+        raise ArgumentError("data", f"`data` must be a text file, but {str(path)!r} is {reason}.")
     return Corpus(str(path), (Document(path.name, text),), is_single_file=True)
 
 
@@ -157,7 +138,9 @@ def _read_folder(folder: Path, *, is_stdlib: bool) -> Corpus:
             documents.append(document)
     if not documents:
         what = f"all {len(skipped)} files are binary, empty or unreadable" if skipped else "no file"
-        raise ValueError(f"`data` must hold at least one text file; found {what} in {folder}.")
+        raise ArgumentError(
+            "data", f"`data` must hold at least one text file; found {what} in {folder}."
+        )
     return Corpus(str(folder), tuple(documents), tuple(sorted(skipped)))
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from ..._support.checks import ArgumentError
 from ..._support.extras import needed_by
 from ._sharding import (
     GPT_RULES,
@@ -70,19 +71,25 @@ class GPTConfig:
         for name in ("num_layers", "num_heads", "embed_dim", "context_length", "vocab_size"):
             value = getattr(self, name)
             if value < 1:
-                raise ValueError(f"`{name}` must be >= 1, got {value}.")
+                raise ArgumentError(name, f"`{name}` must be >= 1, got {value}.")
         if self.embed_dim % self.num_heads:
-            raise ValueError(
-                f"`num_heads` must divide `embed_dim`, got {self.num_heads} and {self.embed_dim}."
+            raise ArgumentError(
+                "num_heads",
+                f"`num_heads` must divide `embed_dim`, got {self.num_heads} and {self.embed_dim}.",
             )
         if self.dtype not in COMPUTE_DTYPES:
-            raise ValueError(f"`dtype` must be one of {COMPUTE_DTYPES}, got {self.dtype!r}.")
+            raise ArgumentError(
+                "dtype", f"`dtype` must be one of {COMPUTE_DTYPES}, got {self.dtype!r}."
+            )
         if self.attention not in ATTENTIONS:
-            raise ValueError(f"`attention` must be one of {ATTENTIONS}, got {self.attention!r}.")
+            raise ArgumentError(
+                "attention", f"`attention` must be one of {ATTENTIONS}, got {self.attention!r}."
+            )
         if self.attention == "cudnn" and self.dtype == "float32":
-            raise ValueError(
+            raise ArgumentError(
+                "attention",
                 "`attention` 'cudnn' needs a `dtype` of 16 bits, 'bfloat16' or 'float16', got "
-                "'float32'."
+                "'float32'.",
             )
 
 
@@ -227,7 +234,7 @@ def init_gpt(config: GPTConfig, seed: int = 0) -> dict[str, Any]:
       ValueError: `seed` is negative.
     """
     if seed < 0:
-        raise ValueError(f"`seed` must be >= 0, got {seed}.")
+        raise ArgumentError("seed", f"`seed` must be >= 0, got {seed}.")
     random = np.random.default_rng(seed)
     shrunk = 0.02 / (2 * config.num_layers) ** 0.5
 
@@ -415,5 +422,7 @@ def gpt_preset(name: str, *, dtype: str = "float32", attention: str = "xla") -> 
       ValueError: an unknown name, dtype or attention, cuDNN's attention in float32.
     """
     if name not in GPT_PRESETS:
-        raise ValueError(f"`preset` must be one of {', '.join(GPT_PRESETS)}, got {name!r}.")
+        raise ArgumentError(
+            "preset", f"`preset` must be one of {', '.join(GPT_PRESETS)}, got {name!r}."
+        )
     return dataclasses.replace(GPT_PRESETS[name], dtype=dtype, attention=attention)

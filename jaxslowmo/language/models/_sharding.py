@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from ..._support.checks import ArgumentError
 from ..._support.extras import needed_by
 
 with needed_by("jaxslowmo.models"):
@@ -69,19 +70,21 @@ def checked_rules(rules: Rules, axis_sizes: AxisSizes) -> Rules:
     names = {name for name, _ in GPT_RULES}
     for rule in rules:
         if not isinstance(rule, tuple) or len(rule) != 2:
-            raise ValueError(
-                f"`rules` must hold pairs of a name and axes of the mesh, got {rule!r}."
+            raise ArgumentError(
+                "rules", f"`rules` must hold pairs of a name and axes of the mesh, got {rule!r}."
             )
         name, axes = rule
         if name not in names:
-            raise ValueError(
+            raise ArgumentError(
+                "rules",
                 f"`rules` names {name!r}, which no dimension of a GPT is called: those are "
-                f"{', '.join(sorted(names))}."
+                f"{', '.join(sorted(names))}.",
             )
         if unknown := [axis for axis in _axes(axes) if axis not in axis_sizes]:
-            raise ValueError(
+            raise ArgumentError(
+                "rules",
                 f"`rules` splits {name!r} over {unknown[0]!r}, and the mesh has the axes "
-                f"{', '.join(map(repr, axis_sizes))}."
+                f"{', '.join(map(repr, axis_sizes))}.",
             )
     return tuple(rules)
 
@@ -99,9 +102,10 @@ def spec_of(
     for name, size, axes in zip(names, shape, spec, strict=True):
         parts = math.prod(axis_sizes[axis] for axis in _axes(axes))
         if size % parts:
-            raise ValueError(
+            raise ArgumentError(
+                "rules",
                 f"`rules` splits {name!r} over {axes!r}, {parts} devices, which must divide it: "
-                f"{what} has {size}."
+                f"{what} has {size}.",
             )
     whole = len(spec) - next((i for i, axes in enumerate(spec[::-1]) if axes), len(spec))
     return P(*spec[:whole])

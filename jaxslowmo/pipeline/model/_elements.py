@@ -15,13 +15,14 @@ from ...tracing import CALLS, interpret
 # The result of these primitives for an element depends on no other element.
 _OF_ELEMENTS = {
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "cbrt", "ceil", "clamp", "convert_element_type", "copy", "cos", "cosh", "div", "eq", "erf",
+    "cbrt", "ceil", "clamp", "convert_element_type", "cos", "cosh", "div", "eq", "erf",
     "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite",
     "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "ne", "neg", "nextafter",
-    "not", "or", "pow", "reduce_precision", "rem", "reshard", "round", "rsqrt", "select_n",
-    "sharding_constraint", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan",
-    "tanh", "xor",
+    "not", "or", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin",
+    "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
 }  # fmt: skip
+# The result of these primitives is the operand, perhaps elsewhere.
+_SAME = {"copy", "reshard", "sharding_constraint", "stop_gradient"}
 # Each result of these primitives depends on the operand of its own position.
 _SIDE_BY_SIDE = {"optimization_barrier", "pmax", "pmin", "psum"}
 _OF_SHAPES = {"shape", "sharding", "broadcast_dimensions", "out_sharding"}
@@ -67,6 +68,8 @@ class ElementReader:
             return self.read(called, operands)
         if name == "cond":
             return self._cond(eqn, operands)
+        if name in _SAME:
+            return operands
         if name in _SIDE_BY_SIDE and len(operands) > 1:
             each = zip(operands, eqn.invars, eqn.outvars, strict=True)
             return [self._operation(eqn, [x], [i], [o])[0] for x, i, o in each]

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import only_over
-from ...tracing import loss_arguments, programs_in
+from ...tracing import constants_in, equations_in, loss_arguments
 from ...transform import instead_of, takes_extra
 from ...tree import Staged, leaf_names, promoted, type_text
 from ._buffer_packing import BufferPacking
@@ -472,15 +472,6 @@ class _OtherStagesError(ValueError):
         )
 
 
-def _beside_text(program: Any) -> Iterator[Any]:
-    """Yield what the text of a program leaves out: constants, those of calls in it, callbacks."""
-    yield from getattr(program, "consts", ())
-    for eqn in program.eqns:
-        yield eqn.params.get("callback")
-        for inner in programs_in(eqn):
-            yield from _beside_text(inner)
-
-
 def _switch(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Callable[..., Any]:
     """Return a function (number of a branch, *operands) that runs this branch.
 
@@ -494,7 +485,9 @@ def _switch(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Callab
         closed, results = jax.make_jaxpr(branch, return_shape=True)(*operands)
         leaves, structure = jax.tree.flatten(results)
         kinds.append([x.dtype for x in leaves])
-        key = str(closed.jaxpr), tuple(map(id, _beside_text(closed)))
+        # The text of a program shows neither.
+        callbacks = (eqn.params.get("callback") for eqn in equations_in(closed))
+        key = str(closed.jaxpr), *map(id, (*constants_in(closed), *callbacks))
         numbers.append(programs.setdefault(key, (len(programs), closed))[0])
     # `jnp.result_type` refuses PRNG keys, so equal dtypes are kept without it.
     widest = [x[0] if len(set(x)) == 1 else promoted(*x) for x in zip(*kinds, strict=True)]

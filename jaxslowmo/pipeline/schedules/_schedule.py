@@ -165,6 +165,14 @@ class Schedule:
         """
         return [",".join(map(_in_letters, row)) for row in self._placed]
 
+    def __str__(self) -> str:
+        """Return `orders` in columns, with a line for each device stage."""
+        rows = [row.split(",") for row in self.orders()]
+        widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+        lines = [" ".join(x.ljust(n) for x, n in zip(row, widths, strict=False)) for row in rows]
+        sizes = f"{self.num_stages} stages, {self.num_microbatches} microbatches"
+        return "\n".join([f"{self.name}: {sizes}", *(f"{i}: {x}" for i, x in enumerate(lines))])
+
     def ticks(self) -> tuple[Tick, ...]:
         """Return the operations of each stage in each tick, if all stages start ticks together.
 

@@ -25,6 +25,7 @@ from ...mesh import (
     digest,
     is_of_host,
 )
+from ...tracing import constants_in
 from ...transform import phase_name
 from .._batches import Comparisons, Verdict, is_of_processes
 from ._local_traffic import LocalTraffic
@@ -202,7 +203,7 @@ def program_lines(name: str, program: jax.stages.Traced) -> Description:
     """Return hashes of a traced program's text and of the values of its constants, by name."""
     text = _ADDRESS.sub("", str(program.jaxpr))
     text = _SET.sub(lambda found: repr(sorted(found[1].split(", "))), text)
-    constants = digest([x for x in program.jaxpr.consts if is_of_host(x)])
+    constants = digest([x for x in constants_in(program.jaxpr) if is_of_host(x)])
     return {
         f"equations of {name}": digest([np.frombuffer(text.encode(), np.uint8)]),
         f"constants of {name}": constants,

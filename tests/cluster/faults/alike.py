@@ -17,14 +17,14 @@ from small_runs import small_text
     "learning-rate",
     "1",
 )
-@fault("process 1 has other data", "code 2 for all; one line names the file", "data", "3.txt")
+@fault("process 1 has other data", "code 2 for all; one line says so", "data", "3.txt")
 @fault("process 1 has other files in --out", "code 2 for all; one line says so", "out", "elsewhere")
 def differs(stand: Stand, option: str, value: str) -> None:
     word = f"--{option}"
     if option == "data":
         data = small_text(stand.folder / "other")
-        word, value = value, str(data)
-        (data / word).write_text("Something else, of the same use to nobody.\n" * 60)
+        (data / value).write_text("Something else, of the same use to nobody.\n" * 60)
+        value = str(data)
     elif option == "out":
         value = str(stand.folder / value)
         (stand.folder / "elsewhere").mkdir()

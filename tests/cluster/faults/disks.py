@@ -21,7 +21,8 @@ _FULL = "one warning per failed save, with the reason; then the end, with the la
 @fault("disk full (tmpfs of 1500k), --restarts 3", f"{_FULL}; code 75 after three more starts")
 def full(stand: Stand) -> None:
     stand.disk("1500k")
-    run = stand.launch("--steps", "300", "--checkpoint-every", "10", "--keep", "9", restarts=3)
+    stand.settings["keep"] = 9
+    run = stand.launch("--steps", "300", "--checkpoint-every", "10", restarts=3)
     run.ends(75)
     warnings = [line for line in run.err().splitlines() if line.startswith("warning: ")]
     assert warnings, "no warning"

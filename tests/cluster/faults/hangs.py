@@ -84,7 +84,7 @@ def advances(stand: Stand) -> None:
 
 @fault("a trainer is stopped for 4 s under a heartbeat of 10 s", "goes on; code 0")
 def stopped(stand: Stand) -> None:
-    run = stand.launch("--steps", "400", own=("--heartbeat-timeout", "10"))
+    run = stand.launch("--steps", "400")
     run.until_step(stand.random.randint(10, 100))
     victim = stand.trainer(stand.random.randrange(2))
     os.kill(victim, signal.SIGSTOP)

@@ -20,8 +20,8 @@ def killed(stand: Stand, kills: int) -> None:
     """By turns while a checkpoint is written, and at any time."""
     last = _STEPS_PER_KILL * (kills + 1)
     options = ("--replicas", str(_PROCESSES), "--steps", str(last), "--checkpoint-every", "4")
-    options = (*options, *OF_THREE)
-    launch: Any = {"processes": _PROCESSES, "own": ("--heartbeat-timeout", "2")}
+    stand.settings |= {**OF_THREE, "heartbeat_timeout": 2}
+    launch: Any = {"processes": _PROCESSES}
     stand.launch(*options, **launch).ends(0)
     calm = _trajectory(stand.out)
     assert calm[-1]["step"] == last

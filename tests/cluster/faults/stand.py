@@ -18,7 +18,7 @@ from typing import Any
 
 from faults.watching import MARK, Process, Silence, processes
 from namespaces import Host
-from small_runs import LIGHT, quick, small_text
+from small_runs import LIGHT, LIGHT_FILE, quick, small_text
 
 # A slow step over gossip, an average of its own: everything a checkpoint can hold.
 TRAIN = (
@@ -27,7 +27,7 @@ TRAIN = (
 )  # fmt: skip
 FOR_EVER = ("--steps", "1000000")
 # Three divides no dimension of the tiny model, of which there would be a warning.
-OF_THREE = ("--no-shard-state",)
+OF_THREE = {"shard_state": False}
 _INJECT = Path(__file__).parent / "inject"
 _START_SECONDS = 300  # on a busy machine
 # By how much longer than promised something may take.
@@ -118,6 +118,7 @@ class Stand:
     Attributes:
       out: folder of the runs.
       text: their data.
+      settings: options of `train` that only a file sets.
       random: for moments and victims.
       runs: that were started.
     """
@@ -129,6 +130,7 @@ class Stand:
         self.folder, self.out = folder, folder / "out"
         self.text = small_text(folder / "text")
         self.random = random.Random(seed)
+        self.settings: dict[str, Any] = dict(LIGHT_FILE)
         self.runs: list[Run] = []
         self._hosts = hosts
         self._programs, self._mark = programs, uuid.uuid4().hex
@@ -165,7 +167,6 @@ class Stand:
         *options: str | Path,
         restarts: int = 0,
         fault: Fault | None = None,
-        own: Sequence[str] = (),
         processes: int = 2,
     ) -> Run:
         """`jaxslowmo launch` of two processes, or more.
@@ -174,11 +175,10 @@ class Stand:
           options: of `train`.
           restarts: of `launch`.
           fault: in the trainers.
-          own: options of `launch`.
           processes: their number.
         """
         number = ("--processes", str(processes), "--restarts", str(restarts))
-        head = ("launch", *number, *own, "--")
+        head = ("launch", *number, "--")
         return self._start([[*head, *self._train(options)]], fault)
 
     def train(
@@ -245,8 +245,11 @@ class Stand:
             shutil.rmtree(path, ignore_errors=True)
 
     def _train(self, options: Sequence[str | Path]) -> list[str]:
+        file = self.folder / "options.json"
+        file.write_text(json.dumps(self.settings))
         # Of an option that is given twice the last counts.
-        return [*map(str, (*TRAIN, "--data", self.text, "--out", self.out, *options))]
+        own = ("--config", file, "--data", self.text, "--out", self.out)
+        return [*map(str, (*TRAIN, *own, *options))]
 
     def _start(
         self,

@@ -79,21 +79,17 @@ CHANGES = [
 
 
 def test_the_fingerprint_tells_of_every_change_and_not_of_the_place(tmp_path):
-    before, there = (read_corpus(write(tmp_path / name, FILES)).contents for name in ("x", "y/z"))
+    before, there = (read_corpus(write(tmp_path / name, FILES)) for name in ("x", "y/z"))
     assert before.fingerprint == there.fingerprint
-    assert before.listing == there.listing
-    assert set(before.listing) == set(FILES)
-    assert before.listing["a.txt"].startswith("3 7692c3ad3540bb803c020b3aee66cd88")
-    assert before.listing["twin.txt"] == "a duplicate of a.txt"
     for i, change in enumerate(CHANGES):
         changed = {name: text for name, text in (FILES | change).items() if text is not None}
-        after = read_corpus(write(tmp_path / f"after{i}", changed)).contents.fingerprint
+        after = read_corpus(write(tmp_path / f"after{i}", changed)).fingerprint
         assert after != before.fingerprint, change
     files = write(tmp_path, {"one.txt": b"text", "two.txt": b"text", "other.txt": b"texts"})
     one, two, other = (read_corpus(files / f"{n}.txt") for n in ("one", "two", "other"))
     assert one.is_single_file
     assert [(d.name, d.text) for d in one.documents] == [("one.txt", b"text")]
-    assert one.contents.fingerprint == two.contents.fingerprint != other.contents.fingerprint
+    assert one.fingerprint == two.fingerprint != other.fingerprint
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])

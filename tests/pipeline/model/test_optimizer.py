@@ -88,6 +88,13 @@ def test_axes_may_be_explicit():
     check(mesh, pipe, PER_LEAF["lamb"])
 
 
+def test_all_axes_may_be_explicit():
+    """As those that `jax.make_mesh` of jax 0.12 makes."""
+    kinds = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("replica", "stage"), axis_types=kinds)
+    check(mesh, pipeline(mesh), PER_LEAF["lamb"])
+
+
 def test_moments_lie_as_the_parameters_and_nothing_is_gathered(mesh_of):
     pipe = pipeline(mesh_of(INNER), data_axes=("fsdp",), param_specs=SPECS)
     tx = js.chain(optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)))

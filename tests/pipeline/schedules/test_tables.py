@@ -111,3 +111,12 @@ def test_no_source_imports_jax():
         names = [x.name for node in nodes if isinstance(node, ast.Import) for x in node.names]
         names += [x.module for x in nodes if isinstance(x, ast.ImportFrom) and not x.level]
         assert not {name.split(".")[0] for name in names} & {"jax", "jaxlib", "optax"}, path
+
+
+@given(any_schedules())
+def test_it_is_printed_row_by_row(schedule):
+    first, *lines = str(schedule).splitlines()
+    assert first.startswith(f"{schedule.name}: {schedule.num_stages} stages")
+    assert [line.split(": ")[0] for line in lines] == [*map(str, range(schedule.num_stages))]
+    for line, row in zip(lines, schedule.orders(), strict=True):
+        assert line.partition(":")[2].split() == [x for x in row.split(",") if x]

@@ -45,7 +45,9 @@ def test_a_text_tells_values_apart_and_equal_ones_not():
 def test_a_program_is_known_by_its_equations_and_its_constants():
     """Also those of inner programs, and without the addresses that its text holds."""
 
-    def lines(rate, table):
+    def lines(rate, table, weights=1.0):
+        weigh = jax.jit(lambda x: x * weights)
+
         @jax.custom_jvp
         def f(x):
             return x + 1
@@ -53,7 +55,9 @@ def test_a_program_is_known_by_its_equations_and_its_constants():
         f.defjvps(lambda t, y, x: t)
 
         def program(x):
-            return jax.lax.scan(lambda s, x: (s + (f(x) * table).sum() * rate, None), 0.0, x)[0]
+            return jax.lax.scan(
+                lambda s, x: (s + (weigh(f(x)) * table).sum() * rate, None), 0.0, x
+            )[0]
 
         return program_lines("p", jax.jit(program).trace(jnp.ones(3)))
 
@@ -66,3 +70,5 @@ def test_a_program_is_known_by_its_equations_and_its_constants():
 
     assert differing(lines(0.2, np.arange(4.0))) == {"equations of p"}
     assert differing(lines(0.1, jnp.arange(4.0) + 1)) == {"constants of p"}
+    one = lines(0.1, np.arange(4.0), np.ones(4))
+    assert differing(lines(0.1, np.arange(4.0), np.arange(4.0))) == {"constants of p"}

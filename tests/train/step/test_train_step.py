@@ -85,6 +85,9 @@ def test_a_donated_state_is_refused_and_still_tells_its_shapes(mode):
     assert all(x.is_deleted() for x in jax.tree.leaves((old.params, old.opt_state)))
     assert not any(x.is_deleted() for x in jax.tree.leaves((source, new)))
     for kept in ("step", "params", "opt_state", "rng"):
+        if not jax.tree.leaves(getattr(old, kept))[0].is_deleted():
+            assert kept == "step", "jax 0.11 does not reuse a counter in each program"
+            continue
         mixed = new._replace(**{kept: getattr(old, kept)})
         for state in (old, mixed):
             with pytest.raises(ValueError, match="`state`"):

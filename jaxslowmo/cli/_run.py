@@ -1,0 +1,441 @@
+"""One training run: its checkpoints, programs, and loop with records, stops and rollbacks."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+import jaxslowmo as js
+from jaxslowmo.models import num_parameters
+from jaxslowmo.tree import all_finite
+
+from ._agreement import refuse_to_resume
+from ._config import TrainConfig, to_file
+from ._errors import CommandError, code_of, island_errors
+from ._folder import RunFolder
+from ._processes import ALONE, Cluster, StopOnSignal
+from ._record import Best, ByteLedger, Recorder, Reporter, emitted
+from ._setup import Devices, Model, Text, make_step, past_schedule
+from ._watch import lost_a_peer
+
+if TYPE_CHECKING:
+    from jaxslowmo.checkpoint import Checkpoints  # loads orbax
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """The result of a run.
+
+    Attributes:
+      status: "finished", "interrupted" (Ctrl-C), "preempted" (SIGTERM) or "diverged".
+      records: the lines of metrics.jsonl.
+      summary: the content of summary.json.
+      statistics: the content of statistics.json; None without `statistics`.
+      saved: step of the newest checkpoint; None without one.
+    """
+
+    status: str
+    records: list[dict[str, Any]]
+    summary: dict[str, Any]
+    statistics: js.reports.StepReport | None = None
+    saved: int | None = None
+
+    @property
+    def was_stopped(self) -> bool:
+        """True if a signal ended the run early."""
+        return self.status in ("interrupted", "preempted")
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The progress of a run, which a checkpoint holds next to the training state.
+
+    Attributes:
+      step: number of steps done.
+      next_batch: index of the next batch; larger than `step` if a rollback skipped batches.
+      bytes_sent: bytes that each replica has sent.
+      best: best evaluation.
+    """
+
+    step: int = 0
+    next_batch: int = 0
+    bytes_sent: int = 0
+    best: Best = dataclasses.field(default_factory=Best)
+
+
+class Keeper(contextlib.AbstractContextManager):
+    """A context that saves a run in OUT/checkpoints.
+
+    A failed save is a warning, and the next one is tried. Several failures in a row end the run,
+    and so does a failure of the last save. orbax is imported with the first checkpoint: a run
+    without checkpoints does not need it.
+
+    Args:
+      job: job of the run, whose states are saved.
+      config: configuration of the run.
+      folder: folder of the run.
+      params: one copy of the initial parameters.
+
+    Attributes:
+      last: step of the newest complete checkpoint of this run; None without one.
+    """
+
+    def __init__(self, job: "Job", config: TrainConfig, folder: RunFolder, params: Any) -> None:
+        self._job, self._config, self._folder, self._params = job, config, folder, params
+        self._begun: int | None = None
+        self._failures = 0
+        self.last: int | None = None
+
+    @functools.cached_property
+    def _checkpoints(self) -> "Checkpoints":
+        from jaxslowmo.checkpoint import Checkpoints
+
+        keep = self._config.checkpoint.keep
+        checkpoints = Checkpoints(self._folder / "checkpoints", keep=keep)
+        if self._job.cluster.watch is not None:
+            self._job.cluster.watch.follow(checkpoints.written)
+        return checkpoints
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # After an error in one process the others may never finish a save.
+        if error is not None and self._job.cluster.count > 1:
+            return
+        try:
+            self._settle(is_last=True)
+        except CommandError as failed:
+            if error is None:
+                raise
+            # The earlier error is raised; this one is only printed.
+            print(f"warning: {failed}", file=sys.stderr, flush=True)
+
+    def save(self, state: js.TrainState, progress: Progress, *, wait: bool = False) -> None:
+        """Save the run, in the background unless `wait`.
+
+        Raises:
+          CommandError: too many saves in a row have failed; with `wait`, this one has.
+        """
+        if progress.step not in (self.last, self._begun):
+            self._settle()  # raises or warns if the previous save failed
+            extra = {
+                "config": to_file(self._config),
+                "corpus": self._job.text.fingerprint,
+                "progress": dataclasses.asdict(progress),
+            }
+            try:
+                self._checkpoints.save(progress.step, state, extra=extra)
+                self._begun = progress.step
+            except Exception as error:
+                self._failed(error, is_last=wait)
+        if wait:
+            self._settle(is_last=True)
+
+    def look(self) -> None:
+        """Warn now, and not when the next save is due, if the save in progress has failed.
+
+        A failure that ends the run waits for that save, where all processes meet.
+        """
+        if self._begun is None or self._checkpoints.failure is None:
+            return
+        is_final = self._failures + 1 >= self._config.checkpoint.max_failed_saves
+        if not is_final and self._begun != self._config.run.steps:
+            self._settle()
+
+    def _settle(self, *, is_last: bool = False) -> None:
+        """Wait for the save in progress.
+
+        Raises:
+          CommandError: it has failed, and it was the last save or too many failed before it.
+        """
+        if self._begun is None:
+            return
+        begun, self._begun = self._begun, None
+        try:
+            self._checkpoints.wait()
+            self.last, self._failures = begun, 0
+        except Exception as error:
+            self._failed(error, is_last=is_last)
+
+    def _failed(self, error: Any, *, is_last: bool) -> None:
+        from jaxslowmo.checkpoint import CheckpointError, UnansweredError
+
+        # If a file server does not answer, other processes may see another result of the save.
+        is_alike = isinstance(error, CheckpointError) and not isinstance(error, UnansweredError)
+        if not is_alike or lost_a_peer(error):
+            raise error
+        self._failures += 1
+        what = f"{error.reason}; {self._folder.last_saved()}"
+        if is_last or self._failures >= self._config.checkpoint.max_failed_saves:
+            rows = f"; {self._failures} saves in a row have failed" if self._failures > 1 else ""
+            raise CommandError(what + rows, code_of(error)) from error
+        if self._job.cluster.is_first:
+            line = f"warning: {what}; training goes on, and the next save is tried"
+            print(line, file=sys.stderr, flush=True)
+
+    def newest(self) -> tuple[js.TrainState, Progress, tuple[str, ...]] | None:
+        """Return state and progress of the newest checkpoint, and notes on what has changed.
+
+        Return None without a checkpoint.
+
+        Raises:
+          CommandError: the checkpoint is damaged, or does not fit.
+        """
+        self._settle()
+        if not (self._folder / "checkpoints").exists() or not self._checkpoints.steps():
+            return None
+        from jaxslowmo.checkpoint import CheckpointError
+
+        try:
+            restored = self._checkpoints.restore(
+                self._job.step,
+                self._params,
+                seed=self._config.data.seed,
+                fallback=self._config.checkpoint.fallback,
+                names=self._job.model.other_names(),
+            )
+        except CheckpointError as error:
+            refuse_to_resume(error)
+        self.last, done = restored.step, restored.extra["progress"]
+        return restored.state, Progress(**done | {"best": Best(**done["best"])}), restored.notes
+
+
+class Job:
+    """The programs of a configuration, and the loop of its runs, which differ in their seeds.
+
+    Args:
+      config: configuration of all its runs.
+      devices: devices of the replicas.
+      model: the model, on the mesh of the devices.
+      text: what it reads.
+      label: name of the algorithm in the summary; the default is that of the configuration.
+      cluster: the processes that run it.
+      island: the island that `join_islands` returned for the configuration.
+
+    Raises:
+      CommandError: the library refuses an argument.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        devices: Devices,
+        model: Model,
+        text: Text,
+        label: str | None = None,
+        cluster: Cluster = ALONE,
+        island: "js.islands.Island | None" = None,
+    ):
+        if config.run.tensorboard:
+            importlib.import_module("tensorboardX")  # raises without the extra
+        self.devices, self.model, self.text, self.cluster = devices, model, text, cluster
+        self.label, self._island = label or config.algorithm.algorithm, island
+        self.num_parameters = num_parameters(model.config)
+        self.step = make_step(config, model.loss_fn, devices.mesh)
+        # The loss of the host executor starts programs itself, and cannot be jitted.
+        is_host = config.mesh.executor == "host"
+        self._loss_fn = model.loss_fn if is_host else jax.jit(model.loss_fn)
+
+    def evaluate(self, params: Any, model_state: Any = None) -> dict[str, float]:
+        """Return the loss of one copy of the parameters on the held-out text, in nats per byte.
+
+        Args:
+          params: parameters; with stages their buffers, so that no device holds the whole model.
+          model_state: unused.
+
+        Communication: a broadcast of 4 bytes from process 0, with several processes.
+        """
+        del model_state
+        if self.model.is_whole:
+            # One device is enough: all would compute the same, and CPU devices share their cores.
+            params = jax.tree.map(lambda x: x.addressable_data(0), params)
+        # One batch after another, so that memory does not grow with their number.
+        loss = np.mean([np.asarray(self._loss_fn(params, x)) for x in self.text.validation])
+        if self.cluster.count > 1:
+            # Different processors round differently, and all must stop at the same evaluation.
+            loss = multihost_utils.broadcast_one_to_all(loss)
+        return {"validation_loss": float(loss)}
+
+    def run(
+        self, config: TrainConfig, folder: RunFolder, reporter: Reporter, *, saves: bool = False
+    ) -> RunResult:
+        """Train, and write config.json, metrics.jsonl and summary.json to `folder`.
+
+        Ctrl-C and SIGTERM end the run after the step in progress; a loss that is not finite ends it
+        when it is read.
+
+        Args:
+          config: configuration of the job, with the seed of the run.
+          folder: folder of the run.
+          reporter: shows the progress.
+          saves: whether to keep checkpoints and resume from them, according to the configuration.
+
+        Raises:
+          CommandError: the checkpoint cannot be resumed.
+        """
+        self._config, options, seed = config, config.checkpoint, config.data.seed
+        params = self.model.init(seed)
+        self.text.begin(config)
+        with (
+            StopOnSignal(self.cluster) as self._stop,  # until the last save is complete
+            Keeper(self, config, folder, params) as keeper,
+        ):
+            self._keeper = keeper if saves else None
+            restored = keeper.newest() if saves and options.resume else None
+            state, done, notes = restored or (self.step.init(params, seed=seed), Progress(), ())
+            if self._island is not None:
+                state = self._exchange(self._island, state)
+            self.text.position = done.next_batch
+            report = emitted(self.step, state, self.text.batch(0))
+            self._ledger = ByteLedger(report, self.step.mesh, done.bytes_sent)
+            measured = js.measured(self.step) if options.statistics else None
+            own = folder if self.cluster.is_first else None
+            with Recorder(config, self._ledger, own, reporter, done.step, done.best) as recorder:
+                self._recorder = recorder
+                if restored:
+                    past = past_schedule(config, done.step)
+                    reporter.say(f"Resumed at step {done.step}.", *notes, *past)
+                    recorder.note(done.step, resumed=list(notes))
+                else:
+                    if saves and options.resume:
+                        reporter.say(f"There is no checkpoint in {folder.path}: from scratch.")
+                    # All replicas start with the same parameters.
+                    recorder.start(self.evaluate(self.step.consensus(state, whole=False)))
+                status, state = self._train(measured or self.step, state, done.step)
+                if saves and options.export and status == "finished":
+                    with self._stop.besides_steps():
+                        self._export(folder / "model", state)
+        statistics = measured.report() if measured else None
+        if statistics and own:
+            statistics.write(own / "statistics.json")
+        summary = recorder.summary(
+            status,
+            algorithm=self.label,
+            parameters=self.num_parameters,
+            placement=self.devices.description,
+            bytes_are_hypothetical=self.devices.is_virtual,
+            data=self.text.description,
+        )
+        return RunResult(status, recorder.records, summary, statistics, keeper.last)
+
+    def _train(
+        self, step: js.train.TrainStep | js.reports.MeasuredStep, state: js.TrainState, done: int
+    ) -> tuple[str, js.TrainState]:
+        """Train from step `done` to the last one, or until the run ends early.
+
+        Returns:
+          "finished", "interrupted", "preempted" or "diverged", and the last state.
+
+        Communication: that of the steps. Evaluations gather the parameters, and checkpoints check
+          with one all-reduce that all are finite.
+        """
+        # The resumed run had already ended, early or after all steps.
+        if self._recorder.is_patience_over or done >= self._config.run.steps:
+            return "finished", state
+        options = self._config.checkpoint
+        rollbacks = options.max_rollbacks if options.on_nan == "rollback" else 0
+        while True:
+            status, state, done = self._train_until_end(step, state, done)
+            if status != "diverged" or not rollbacks or self._keeper is None:
+                return status, state
+            checkpoint = self._keeper.newest()
+            if checkpoint is None:
+                return status, state
+            rollbacks -= 1
+            # The batches since the checkpoint are skipped: they would diverge again.
+            state, progress, _ = checkpoint
+            self._recorder.note(progress.step, rolled_back_from=done)
+            self._recorder.best, done = progress.best, progress.step
+
+    def _train_until_end(
+        self, step: Any, state: js.TrainState, done: int
+    ) -> tuple[str, js.TrainState, int]:
+        status, run, island = "interrupted", self._config.run, self._island
+        evaluate = js.Evaluate(self.evaluate, mesh=self.devices.mesh, whole=False)
+        pipeline = js.TrainPipeline(step, state, self.text, depth=run.prefetch)
+        loop = js.train_loop(pipeline, num_steps=run.steps)
+        # A second Ctrl-C raises in the middle of a step.
+        with contextlib.suppress(KeyboardInterrupt), pipeline:
+            for result in loop:
+                if self.devices.is_cpu:
+                    # CPU devices share the threads of the host: later steps in the queue could
+                    # hold the threads that the collective of an earlier step waits for.
+                    jax.block_until_ready(result.metrics)
+                if island is not None:
+                    if island.due(result.step):
+                        pipeline.state = result.state = self._exchange(island, result.state)
+                    result.reports["round"] = island.round
+                state, done = result.state, result.step
+                ending = self._after(result, evaluate)
+                if ending is not None:
+                    status = ending
+                    break
+            else:
+                status = "finished"
+        # Batches that were loaded ahead were not trained on: after a rollback they come first.
+        self.text.position = pipeline.position
+        return status, state, done
+
+    def _exchange(self, island: "js.islands.Island", state: js.TrainState) -> js.TrainState:
+        """Return the state with which an island goes on; unchanged if a signal ends its wait.
+
+        A resumed run then makes up for the exchange.
+        """
+        if self._stop.reason is None:
+            with self._stop.besides_steps(), island_errors(), self._stop.ends_wait():
+                return island.exchange(state)
+        return state
+
+    def _after(self, result: js.train.StepResult, evaluate: js.Evaluate) -> str | None:
+        """Record and save after a step; return the status with which to end, or None."""
+        run, recorder, options = self._config.run, self._recorder, self._config.checkpoint
+        step, is_last = result.step, result.step == run.steps
+        if self._keeper is not None:
+            self._keeper.look()
+        stop = None if is_last else self._stop.after_step(result.phase)
+        evaluates = is_last or step % run.eval_every == 0
+
+        def measure() -> Mapping[str, float]:
+            if not evaluates:  # the record before a stop
+                return {}
+            with self._stop.besides_steps():
+                return evaluate(result)
+
+        if not recorder.step(result, measure if evaluates or stop else None):
+            return "diverged"
+        checks = self._config.algorithm.check_parameters
+        if checks and result.phase and _was_refused(result.state):
+            return "diverged"
+        is_early = evaluates and recorder.is_patience_over
+        every = options.checkpoint_every
+        is_due = every and (step % every == 0 or is_last or is_early)
+        if self._keeper is not None and (stop or is_due):
+            if not _all_finite(result.state.params):
+                return "diverged"
+            progress = Progress(step, result.position, self._ledger.sent, recorder.best)
+            self._keeper.save(result.state, progress, wait=bool(stop))
+        return stop or ("finished" if is_early else None)
+
+    def _export(self, folder: Path, state: js.TrainState) -> None:
+        from jaxslowmo.checkpoint import export_consensus
+
+        mean = self.model.join(self.step.consensus(state))
+        one = jax.tree.map(lambda x: x[None], mean)  # a single replica: its mean is itself
+        shape = {"model": dataclasses.asdict(self.model.config)}
+        export_consensus(folder, one, mesh=js.virtual_mesh({"replica": 1}), extra=shape)
+
+
+def _was_refused(state: js.TrainState) -> bool:
+    """Wait for the step, and return whether the replicas refused an exchange."""
+    refused = state.exchange.local["refused"]
+    return bool(np.asarray(refused.addressable_data(0)).any())
+
+
+# With several devices one all-reduce of a boolean.
+_all_finite = jax.jit(all_finite)

@@ -1,1 +1,0 @@
-"""Configurations of the commands: frozen dataclasses whose fields are the options. No jax."""

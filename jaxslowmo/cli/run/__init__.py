@@ -1,1 +1,0 @@
-"""A training run, from its configuration to the files that it leaves."""

@@ -1,0 +1,272 @@
+"""Options: which there are, what they become, and files whose values keep their types."""
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cli.commands import QUICK, TINY, json_of
+from jaxslowmo.cli import _config
+from jaxslowmo.cli._config import (
+    PRESETS,
+    CompareConfig,
+    RunConfig,
+    TrainConfig,
+    flat,
+    options_of,
+    read,
+    replaced,
+    to_file,
+)
+from jaxslowmo.cli._errors import CommandError
+from jaxslowmo.models import GPT_PRESETS
+from jaxslowmo.topology import GRAPHS
+
+OPTIONS = options_of(TrainConfig)
+
+
+def asked(*words: object) -> TrainConfig:
+    return read(TrainConfig, "jaxslowmo train", [*map(str, words)])
+
+
+def test_help_shows_what_most_need_and_a_file_takes_all():
+    command = [sys.executable, "-m", "jaxslowmo", "train", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    visible = set(re.findall(r"^│ --([a-z-]+)", shown, re.MULTILINE))
+    assert 40 < len(visible) <= 45
+    names = {name.replace("_", "-") for name in OPTIONS}
+    assert visible < names
+    sections = [x for x in dataclasses.fields(TrainConfig) if x.name != "dry_run"]
+    # Names of different sections differ, so that a file needs no sections.
+    assert len(OPTIONS) == 1 + sum(len(dataclasses.fields(x.default)) for x in sections)
+    assert flat(replaced(TrainConfig(), flat(TrainConfig()))) == flat(TrainConfig())
+    for name in _config._LEAST:
+        assert name in {*OPTIONS, *options_of(_config.SampleConfig), "processes"}
+
+
+def test_help_and_reading_load_no_jax():
+    code = (
+        "import sys\nfrom jaxslowmo.cli._config import TrainConfig, read\n"
+        "read(TrainConfig, 'train', ['--steps', '3'])\nprint('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_options_come_before_a_file_and_that_before_a_preset(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: demo\nlearning-rate: 3e-4\neval_every: 7\ntied: true\ndata: null\n")
+    config = asked("--config", file, "--eval-every", 9)
+    assert config.model == dataclasses.replace(config.model, preset="demo", tied=True)
+    found = config.run.steps, config.run.eval_every, config.optimizer.learning_rate
+    assert found == (192, 9, 3e-4)
+    assert config.data == _config.DataConfig(batch=4)
+    assert asked("--config", file, "--preset", "tiny").run.steps == 48
+    assert set(PRESETS) == set(GPT_PRESETS) == {*get_args(OPTIONS["preset"][1])}
+    other = read(CompareConfig, "jaxslowmo compare", ["--config", str(file), "--seeds", "3,4"])
+    assert (other.seeds, other.train.run.steps, other.train.model.tied) == ("3,4", 192, True)
+
+
+def test_what_follows_from_other_options():
+    def warmup(*words):
+        config = asked("--preset", "demo", *words)
+        return config.warmup_steps, config.schedule_length
+
+    assert warmup() == (16, 192)
+    assert warmup("--steps", 77) == (7, 77)
+    assert warmup("--steps", 300, "--warmup", 3) == (3, 300)
+    mesh = asked("--mesh", "stage=2,fsdp=1, replica = 3,device=2", "--batch", 8).mesh
+    assert [*mesh.sizes.items()] == [("replica", 3), ("device", 2), ("stage", 2)]
+    assert (mesh.num_replicas, mesh.devices_of_a_replica, mesh.shares_of_a_batch) == (3, 4, 2)
+    assert asked("--mesh", "fsdp=2", "--replicas", 5).mesh.num_replicas == 5
+    for batch, asked_for, count in ((16, None, 8), (8, None, 4), (6, None, 3), (16, 2, 2)):
+        values = {"mesh": "stage=2,fsdp=2", "batch": batch, "microbatches": asked_for}
+        assert replaced(TrainConfig(), values).num_microbatches == count
+
+
+def right_values(hint: Any) -> st.SearchStrategy:
+    """Values that an option of this type may have."""
+    kind = get_args(hint)[0] if get_args(hint) and get_origin(hint) is not Literal else hint
+    if get_origin(kind) is Literal:
+        return st.sampled_from(get_args(kind))
+    text = st.text(st.characters(codec="utf-8", exclude_characters="\x00"), min_size=1)
+    numbers = st.floats(2, 1e300) | st.integers(2, 10**9)
+    return {bool: st.booleans(), int: st.integers(2, 10**9), float: numbers}.get(kind, text)
+
+
+ANY = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**12), 10**12)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]))
+    | st.lists(st.integers(0, 3), max_size=2)
+    | st.dictionaries(st.sampled_from("ab"), st.integers(0, 3), max_size=2)
+)
+
+
+def accepts(name: str, value: Any) -> bool:
+    """Whether an option has values of this type and size: said once more, in other words."""
+    hint = OPTIONS[name][1]
+    kind = get_args(hint)[0] if get_args(hint) and get_origin(hint) is not Literal else hint
+    if value is None:  # not given
+        return True
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if kind in (int, float) and not isinstance(value, bool) and isinstance(value, kind | int):
+        return value >= _config._LEAST.get(name, -math.inf)
+    return type(value) is (str if kind is Path else kind) and value != ""
+
+
+@pytest.mark.parametrize("kind", ["json", "yaml"])
+@settings(max_examples=150, deadline=None)
+@given(name=st.sampled_from([x for x in OPTIONS if x != "config"]), data=st.data())
+def test_values_of_a_file_keep_their_types_or_are_refused(tmp_path_factory, kind, name, data):
+    value = data.draw(ANY | right_values(OPTIONS[name][1]))
+    path = tmp_path_factory.mktemp("file") / f"a.{kind}"
+    # PyYAML quotes what its own, older rules would read as another type.
+    dumped = json.dumps({name: value}) if kind == "json" else yaml.safe_dump({name: value})
+    path.write_text(dumped, encoding="utf-8")
+    try:
+        found = _config.read_file(TrainConfig, path)
+    except CommandError as error:
+        found = str(error)
+        assert not accepts(name, value), found
+    else:
+        assert accepts(name, value)
+        assert found == ({} if value is None else {name: found.get(name)})
+        if value is not None:
+            same = str(found[name]) if isinstance(found[name], Path) else found[name]
+            assert same == value
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text("0123456789.eE+-_xonytrufals~ ", max_size=6))
+@example("no")
+@example("0123")
+@example("010")
+@example("1e3")
+@example("True")
+def test_a_plain_scalar_of_yaml_is_what_json_makes_of_it_else_text(text):
+    text = text.strip()
+    try:
+        wanted = json.loads(text)
+    except ValueError:
+        words = {"": None, "~": None, "Null": None, "True": True, "False": False}
+        wanted = words.get(text, text)
+    found = _config.plain(text)
+    assert (type(found), found) == (type(wanted), wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "part"),
+    [
+        ("a.yaml", "stepz: 3", "stepz"),
+        ("a.yaml", "config: b.yaml", "config"),
+        ("a.yaml", "steps: 010", "'010'"),
+        ("a.yaml", "tensorboard: no", "'no'"),
+        ("a.yaml", "data: [a, b]", "plain values"),
+        ("a.yaml", "steps: {a: 3}", "plain values"),
+        ("a.yaml", "data: !!str 5", "tags"),
+        ("a.yaml", "steps: &a 3\nbatch: *a", "anchors"),
+        ("a.yaml", "steps: 3\nsteps: 4", "twice"),
+        ("a.json", '{"log-every": 3, "log_every": 4}', "twice"),
+        ("a.yaml", "- steps", "mapping"),
+        ("a.yaml", "steps: 3\n---\nsteps: 4", "mapping"),
+        ("a.yaml", "steps: [", "YAML"),
+        ("a.yaml", "{a: " * 5000, "YAML"),
+        ("a.json", "[" * 100_000, "nested"),
+        ("a.json", '{"steps": ' * 100_000, "nested"),
+        ("a.json", '{"steps": 3', "delimiter"),
+        ("a.json", '{"learning_rate": Infinity}', "inf"),
+        ("a.yaml", "codec: top_k:x", "--codec"),
+        ("a.yaml", b"\xff\xfe\x00\xd8", "a.yaml"),
+        ("a.json", None, "cannot read"),
+    ],
+)
+def test_a_wrong_file_is_one_line(call, tmp_path, name, text, part):
+    if text is not None:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    call("train --preset tiny --config", name).is_refused(part)
+
+
+# Calls of which each is wrong in one way, and what its line must hold.
+REFUSED: dict[str, tuple[str, ...]] = {
+    "trian": ("trian", "did you mean train?"),
+    "inspect config": ("inspect",),
+    "train --bogus 3": ("--bogus",),
+    "train --steps": ("--steps",),
+    "train --steps many": ("--steps", "many"),
+    "train --steps 0": ("--steps", "0"),
+    "train --learning-rate nan": ("--learning-rate", "nan"),
+    "train --preset 2b": ("--preset", "2b"),
+    "train --sync-every 0": ("--sync-every", "0"),
+    "train --slow-every -1": ("--slow-every", "-1"),
+    "train --slow-momentum 1": ("--slow-momentum", "1"),
+    "train --algorithm diloco --fragments 5": ("--slow-every", "5 fragments"),
+    "train --algorithm diloco --delay 48": ("--delay", "48"),
+    "train --algorithm sgp --codec int4": ("--codec", "int4"),
+    "train --codec top_k:2": ("2",),
+    "train --algorithm sgp --graph rnig": ("rnig", *GRAPHS),
+    "train --batch 6 --accumulate 4": ("--batch", "4", "6"),
+    "train --steps 5 --warmup 5": ("--warmup", "5"),
+    "train --mesh node=2": ("--mesh", "node=2"),
+    "train --mesh stage=5 --preset tiny": ("5",),
+    "train --mesh stage=2 --schedule cosine": ("cosine", "one_f_one_b"),
+    "train --mesh tensor=3": ("--mesh", "tensor", "3"),
+    "train --replicas 9 --execution devices": ("9 devices", "8"),
+    "train --mesh stage=2 --dtype float16": ("--dtype", "float16"),
+    "train --data /no/such/path": ("--data", "/no/such/path"),
+    "train --resume": ("--resume", "out"),
+    "train --resume --overwrite --out x": ("--overwrite", "resume"),
+    "train --num-processes 2": ("--coordinator", "process_id"),
+    "train --coordinator h:1 --num-processes 2 --process-id 2": ("--process-id", "2"),
+    "train --coordinator h:1 --num-processes 2 --process-id 1": ("--out",),
+    "train --islands run": ("--islands", "island"),
+    "train --islands run --island a --algorithm local_sgd": ("--algorithm", "local_sgd"),
+    "train --islands run --island a --mesh stage=2": ("--mesh", "stage=2"),
+    "compare --algorithms sgd": ("--algorithms", "sgd"),
+    "compare --algorithms sgp+overlp=1": ("--algorithms", "overlp=1"),
+    "compare --seeds 1,1": ("--seeds", "1,1"),
+    "launch --processes 2 -- compare": ("train", "compare"),
+    "launch --processes 2 -- train": ("--out",),
+    "launch --processes 2 -- train --out x --process-id=1": ("--process-id",),
+    "launch -- train --out x": ("--processes",),
+    "sample": ("RUN",),
+    "sample /no/such/run": ("/no/such/run",),
+    "islands status ftp://run": ("ftp://run",),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_wrong_call_is_one_line_and_leaves_nothing(call, text, tmp_path, words):
+    (tmp_path / "text").symlink_to(text)
+    data = "--data text" if words.startswith("train") and "--data" not in words else ""
+    call(words, data).is_refused(*REFUSED[words])
+    assert [path.name for path in tmp_path.iterdir() if path.name != "runs"] == ["text"]
+
+
+def test_the_config_of_a_run_makes_the_next_one(call, text, tmp_path):
+    given_ = "--steps 3 --algorithm local_sgd --sync-every 2 --replicas 2 --log-every 1"
+    one = call(TINY, QUICK, given_, "--data", text, "--overwrite --checkpoint-every 3 --out one")
+    assert (one.code, one.err) == (0, "")
+    two = call("train --config one/config.json --learning-rate 3e-4 --out two")
+    assert (two.code, two.err) == (0, "")
+    old, new = (json_of(tmp_path / name / "config.json") for name in ("one", "two"))
+    assert new == old | {"learning_rate": 3e-4}
+    # How a run is started is its own affair: otherwise --overwrite would delete by itself.
+    assert not {"resume", "overwrite", "process_id", "out", "config"} & old.keys()
+    assert old["schedule_steps"] is None  # so the next run's schedule spans its own steps
+    assert to_file(replaced(TrainConfig(), old)) == old
+    assert old.keys() > {x.name for x in dataclasses.fields(RunConfig)} - {
+        "out", "config", "overwrite",
+    }  # fmt: skip

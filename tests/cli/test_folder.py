@@ -1,0 +1,273 @@
+"""The folder of a run: what is left there, what is deleted, and its lock."""
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+
+import pytest
+
+from cli.commands import QUICK, TINY, json_of
+from jaxslowmo.cli import _run
+from jaxslowmo.cli._errors import CommandError
+from jaxslowmo.cli._folder import RunFolder, locked_folder, make_folder
+
+CONFIG = json.dumps({"steps": 9, "algorithm": "sgp"})
+COMPARED = json.dumps({"algorithms": ["sgp", "diloco"]})
+METRICS = '{"step": 6}\n{"step": 7}\n{"step": 8, "lo'
+
+
+def write(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("files", "words", "can_go_on"),
+    [
+        ({"lock": "{}", "notes.txt": ""}, None, True),
+        ({"checkpoints/notes.txt": "", "checkpoints/007/x": "", "checkpoints/²/x": ""}, None, True),
+        (
+            {"config.json": CONFIG, "summary.json": '{"status": "finished"}'},
+            "a run (finished, last step 0, no checkpoint)",
+            False,  # it would train a new model
+        ),
+        (
+            {"config.json": CONFIG, "metrics.jsonl": METRICS, "checkpoints/5/x": ""},
+            "a run (not finished, last step 7, a checkpoint of step 5)",
+            True,
+        ),
+        (
+            {"config.json": "{", "summary.json": "[]", "checkpoints/6/x": "",
+             "checkpoints/7.set-aside/x": ""},
+            "a run (not finished, last step 0, a checkpoint of step 6)",
+            True,
+        ),
+        ({"config.json": COMPARED}, "a comparison", False),
+        ({"config.json": COMPARED, "compare.json": "{}"}, "a comparison", False),
+    ],
+)  # fmt: skip
+def test_what_lies_there_is_told_with_the_ways_out(tmp_path, files, words, can_go_on):
+    write(tmp_path, files)
+    for resumes in (True, False, None):
+        if words is None or (resumes and can_go_on):
+            RunFolder(tmp_path).refuse_leftovers(resumes=resumes)
+            continue
+        with pytest.raises(CommandError) as raised:
+            RunFolder(tmp_path).refuse_leftovers(resumes=resumes)
+        assert ("--resume" in str(raised.value)) == (can_go_on and resumes is not None)
+        assert f"--out {tmp_path} holds {words}: give" in str(raised.value)
+        assert "--overwrite" in str(raised.value)
+
+
+OURS = """config.json metrics.jsonl summary.json statistics.json compare.json compare.png loss.png
+    checkpoints/5/state/d/x checkpoints/6.set-aside/x checkpoints/7.orbax-checkpoint-tmp/x
+    model/jaxslowmo.json model/model.safetensors logs/process-1.txt
+    tensorboard/events.out.tfevents.1.host.2 sgp+graph=ring-seed0/config.json
+    sgp+graph=ring-seed0/summary.json .writing-01234567-config.json"""
+OTHERS = """lock lock.json notes.txt config.json.bak checkpoints/notes.txt logs/mine.txt
+    tensorboard/mine.txt data-seed/a.txt diloco-seed1/notes.txt"""
+
+
+def test_a_sweep_deletes_what_is_ours_and_nothing_else(tmp_path):
+    write(tmp_path, dict.fromkeys([*OURS.split(), *OTHERS.split()], "text"))
+    RunFolder(tmp_path).sweep()
+    left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert left == set(OTHERS.split())
+    RunFolder(tmp_path).refuse_leftovers(resumes=False)
+    assert not (tmp_path / "model").exists()
+    # Runs beside those of a run are of their own: somebody has once trained in a folder of runs.
+    others = dict.fromkeys(["sgp-seed0/config.json", "sgp-seed0/checkpoints/5/x"], "text")
+    write(tmp_path, others | {"config.json": CONFIG, "model/weights.npz": "mine"})
+    RunFolder(tmp_path).sweep()
+    assert not (tmp_path / "config.json").exists()
+    assert all((tmp_path / name).exists() for name in (*others, "model/weights.npz"))
+
+
+def test_overwrite_deletes_once_all_is_right(call, text, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+
+    def call(*parts, call=call):
+        return call(*parts, QUICK)
+
+    train = f"{TINY} --algorithm local_sgd --replicas 2 --data {text} --out {out}"
+    assert call(train, "--steps 3 --checkpoint-every 2").code == 0
+    before = (out / "metrics.jsonl").read_bytes()
+    found = "holds a run (finished, last step 3, a checkpoint of step 3)"
+    call(train, "--steps 2").is_refused(f"--out {out} {found}")
+    # A wrong call deletes nothing.
+    call(train, "--overwrite --sync-every 0").is_refused("--sync-every")
+    call(train, "--overwrite --batch 400").is_refused("400")
+    assert (out / "metrics.jsonl").read_bytes() == before
+    assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["2", "3"]
+
+    # Killed before its first checkpoint, the new run starts anew, not from the old one's step 3.
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_run.Job, "run", killed)
+    assert call(train, "--overwrite --steps 2").code == 130
+    monkeypatch.undo()
+    assert not (out / "checkpoints").exists()
+    outcome = call(train, "--resume --steps 2")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "There is no checkpoint" in outcome.out
+    summary = json_of(out / "summary.json")
+    assert (summary["steps"], summary["status"]) == (2, "finished")
+    assert not (out / "lock").exists()
+
+
+def test_folders_are_made_and_after_a_wrong_call_a_new_one_is_gone(tmp_path, monkeypatch):
+    class Stopped(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2026, 1, 2, 3, 4, 5, 6, tzinfo=tz)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datetime, "datetime", Stopped)
+    assert str(make_folder(None, "train")) == "runs/train-20260102-030405-000006"
+    for before in (False, True):
+        folder = tmp_path / "a" / "b"
+        if before:
+            folder.mkdir()
+        with pytest.raises(CommandError, match="wrong"), locked_folder(folder, "train"):
+            raise CommandError("wrong")
+        assert folder.exists() == before
+
+    def full(**_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)  # a full disk is no wrong call
+    with pytest.raises(CommandError, match=str(tmp_path)) as raised:
+        make_folder(tmp_path, "train")
+    assert raised.value.code == 75
+
+
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        ([], "no checkpoint in "),
+        (["5", "40", "300.tmp", "notes"], "the last saved step is 40, in "),
+        (["0"], "the last saved step is 0, in "),
+        (["2147483647", "5"], "the last saved step is 2147483647, in "),
+        (["5", "2147483648", "007", "²", "٣", "-1"], "step is 5, in "),
+    ],
+)
+def test_only_a_number_that_a_step_can_have_is_a_checkpoint(tmp_path, names, words):
+    for name in names:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    assert words in RunFolder(tmp_path).last_saved()
+
+
+def test_the_last_recorded_step_is_read_off_damaged_records(tmp_path):
+    assert RunFolder(tmp_path).last_recorded() is None
+    for text, step in (
+        (b"", None),
+        (b'{"step": 4}\n{"step": 5}\n{"st', 5),
+        (b'{"step": 4}\n\0\0\0\0\n[1]\n\xff\xfe\n{"loss": 3}\n{"step": null}\n', 4),
+        (b'{"step": 1}\n' * 20000 + b'{"step": 2}\n', 2),
+    ):
+        (tmp_path / "metrics.jsonl").write_bytes(text)
+        assert RunFolder(tmp_path).last_recorded() == step
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from jaxslowmo.cli._folder import locked_folder
+with locked_folder(Path(sys.argv[1]), "train"):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+@contextlib.contextmanager
+def holder(folder):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def takes(folder):
+    with locked_folder(folder, "train") as held:
+        return held.facts("lock.json")["token"] == held.token
+
+
+def test_it_is_held_and_given_back(tmp_path):
+    with locked_folder(tmp_path, "train") as held:
+        facts = json.loads((tmp_path / "lock.json").read_text())
+        assert (facts["pid"], facts["token"]) == (os.getpid(), held.token)
+        with pytest.raises(CommandError, match=f"--out {tmp_path} .* process {os.getpid()} on"):
+            takes(tmp_path)
+        assert held.facts("lock.json")["token"] == held.token
+        (tmp_path / "lock.json").write_text("[1]")  # damaged
+        with pytest.raises(CommandError, match="in use by another process"):
+            takes(tmp_path)
+        (tmp_path / "lock.json").write_text(json.dumps(facts))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
+    """The parent has not even taken note of the death."""
+    with holder(tmp_path) as process:
+        with pytest.raises(
+            CommandError, match=rf"--out {tmp_path} .* {process.pid} on .* since 20"
+        ):
+            takes(tmp_path)
+        os.kill(process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert takes(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_of_many_processes_one_takes_the_lock_of_a_process_that_was_killed(tmp_path):
+    (tmp_path / "lock").touch()
+    (tmp_path / "lock.json").write_text('{"pid": 1, "host": "gone", "since": "2026", "token": ""}')
+    inside, most, refused, errors = [], [], [], []
+    start = threading.Barrier(8)
+
+    def come():
+        start.wait()
+        try:
+            with locked_folder(tmp_path, "train"):
+                inside.append(1)
+                most.append(len(inside))
+                inside.pop()
+        except CommandError as error:
+            refused.append(error)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=come) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    assert set(most) == {1}
+    assert len(most) + len(refused) == 8
+
+
+def test_the_lock_of_another_run_in_a_folder_that_was_deleted_stays(tmp_path):
+    folder = tmp_path / "out"
+    with locked_folder(folder, "train"):
+        for name in ("lock", "lock.json"):
+            (folder / name).unlink()
+        folder.rmdir()
+        with holder(folder):
+            pass  # it is killed, which leaves its files
+    assert sorted(path.name for path in folder.iterdir()) == ["lock", "lock.json"]

@@ -1,0 +1,129 @@
+"""Whether a process is one of several, and where process 0 listens."""
+
+import socket
+
+import pytest
+
+from jaxslowmo.cli._config import ClusterConfig
+from jaxslowmo.cli._errors import CommandError
+from jaxslowmo.cli._processes import bind_address, is_one_of_several, known_processes
+
+SLURM = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}
+OMPI = {"OMPI_COMM_WORLD_SIZE": "2"}
+K8S = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "0"}
+TPU = {"TPU_WORKER_HOSTNAMES": "t1k-w0,t1k-w1"}
+GIVEN = {"coordinator": "h:1", "num_processes": 3, "process_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "several", "known"),
+    [
+        ({}, {}, False, None),
+        ({}, SLURM, True, 4),
+        ({}, SLURM | {"SLURM_NTASKS": "1"}, False, None),
+        ({}, {"SLURM_NTASKS": "4"}, False, None),  # in sbatch, before srun
+        ({}, OMPI, True, 2),
+        ({}, K8S, True, None),
+        ({}, TPU, True, None),
+        ({}, {"TPU_WORKER_HOSTNAMES": "localhost"}, False, None),
+        ({"cluster": "none"}, SLURM, False, 4),
+        ({"cluster": "gcetpu"}, {}, True, None),
+        (GIVEN, SLURM, True, 3),
+        (GIVEN | {"num_processes": 1}, {}, False, 1),
+    ],
+)
+def test_launchers(options, environ, several, known):
+    config = ClusterConfig(**options)
+    assert is_one_of_several(config, environ) is several
+    assert known_processes(config, environ) == known
+
+
+# From a block that is kept for documentation: of no host.
+ELSEWHERE = "203.0.113.7"
+
+
+def bound(place, *, process_id=0, bind=None):
+    return bind_address(
+        ClusterConfig(
+            coordinator=place, num_processes=2, process_id=process_id, coordinator_bind=bind
+        )
+    )
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def port():
+    return free_port()
+
+
+@pytest.fixture(autouse=True)
+def names(monkeypatch):
+    """What the host's files and its name server would say."""
+    known = {"both.test": [ELSEWHERE, "127.0.0.1"], "debian.test": ["127.0.1.1"]}
+    known["two.test"] = ["127.0.1.1", "0.0.0.0"]
+    real = socket.getaddrinfo
+
+    def look_up(host, port, **options):
+        if host.endswith(".test"):
+            if host not in known:
+                raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+            return [info for name in known[host] for info in real(name, port, **options)]
+        return real(host, port, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+@pytest.mark.parametrize(
+    ("host", "bind", "listens"),
+    [
+        ("127.0.0.1", None, "127.0.0.1"),
+        ("localhost", "127.0.0.1", "127.0.0.1"),
+        (ELSEWHERE, "0.0.0.0", "0.0.0.0"),
+        ("both.test", "127.0.0.1", "127.0.0.1"),
+        ("both.test", None, "127.0.0.1"),  # one of several is of this host
+        ("two.test", None, "0.0.0.0"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:both.test is 127")
+def test_process_0_listens_at_the_coordinator_or_where_it_is_told(port, host, bind, listens):
+    assert bound(f"{host}:{port}", bind=bind) == f"{listens}:{port}"
+    assert bound(f"{host}:{port}", bind=bind, process_id=1) is None
+    assert bind_address(ClusterConfig()) is None
+
+
+def test_a_name_of_this_machine_alone_is_a_warning(port):
+    with pytest.warns(UserWarning, match=r"debian.test is 127.0.1.1"):
+        assert bound(f"debian.test:{port}") == f"127.0.1.1:{port}"
+    bound(f"debian.test:{port}", process_id=1)
+    bound(f"localhost:{port}")
+
+
+@pytest.mark.parametrize(
+    ("place", "process_id"),
+    [
+        ("no-such-host.test:1234", 0),
+        ("a..b:1234", 1),
+        (f"{ELSEWHERE}:1234", 0),
+        ("node0", 1),
+        (":1234", 1),
+        ("node0:x", 1),
+        ("node0:65536", 1),
+    ],
+)
+def test_what_cannot_be_an_address_is_refused(place, process_id):
+    with pytest.raises(CommandError, match=f"--coordinator.* {place.partition(':')[0]}"):
+        bound(place, process_id=process_id)
+
+
+def test_a_port_that_another_program_has_is_refused(port):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        bound(f"127.0.0.1:{port}", process_id=1)  # waits for process 0
+        with pytest.raises(CommandError, match=f":{port}: Address already in use"):
+            bound(f"127.0.0.1:{port}")

@@ -1,0 +1,116 @@
+"""Signals that only ask for an end, and what ends all processes when one fails."""
+
+import signal
+
+import jax
+import pytest
+
+from jaxslowmo.cli._processes import Cluster, StopOnSignal
+from jaxslowmo.cli._watch import lost_a_peer
+from support.pairs import two_processes
+
+
+def handlers() -> list[object]:
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+
+def test_the_first_signal_asks_and_the_second_ctrl_c_raises():
+    before = handlers()
+    with StopOnSignal() as stop:
+        assert stop.after_step() is None
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.after_step() == "preempted"
+        signal.raise_signal(signal.SIGINT)
+        assert stop.after_step() == "interrupted"
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.reason == "interrupted"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert handlers() == before
+    # With other processes signals are left to the runtime and the parent.
+    with StopOnSignal(Cluster(0, 2)) as stop:
+        assert handlers() == [signal.SIG_IGN, before[1]]
+        assert stop.reason is None
+    assert handlers() == before
+
+
+PART = """
+import time
+from jaxslowmo.cli._watch import Watch, failing_together
+
+with failing_together(Watch(rank, 2, 0, lambda: "")):
+    time.sleep(0.5 * rank)
+print("parted")
+"""
+STOPS = """
+import os, signal, time
+from jaxslowmo.cli._processes import Cluster
+from jaxslowmo.cli._processes import StopOnSignal
+
+with StopOnSignal(Cluster(rank, 2)) as stop:
+    for step in range(21, 20_000):  # of a run that goes on after step 20
+        if step == 21 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        if stop.after_step():
+            print(stop.reason, step)
+            break
+        time.sleep(0.01)
+"""
+
+
+def test_sigterm_stops_both_at_one_step_of_a_resumed_run_and_both_part(tmp_path):
+    """Also before its first step; and after a rollback numbers of steps come twice."""
+    first, second = two_processes(STOPS + PART, tmp_path)
+    assert first == second
+    assert first.startswith("preempted ")
+    assert first.endswith("\nparted\n")
+
+
+def chained(outer: Exception, cause: Exception) -> Exception:
+    outer.__cause__ = cause
+    return outer
+
+
+def test_errors_that_a_lost_process_can_have_caused():
+    gone = jax.errors.JaxRuntimeError("INTERNAL: Barrier failed because: task is set to ERROR")
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    gloo = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
+    written = "the checkpoint could not be written"
+    for error, is_lost in (
+        (gone, True),
+        (gloo, True),
+        (chained(RuntimeError(written), gone), True),
+        (full, False),
+        (chained(RuntimeError(written), OSError("full")), False),
+        (ValueError("--replicas must be >= 1"), False),
+    ):
+        assert lost_a_peer(error) is is_lost
+
+
+FAILS = """
+import time
+from jaxslowmo.cli._errors import CommandError
+from jaxslowmo.cli._watch import Watch, failing_together
+
+with failing_together(Watch(rank, 2, 0, lambda: "")):
+    if rank == {rank}:
+        raise {error}
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "error", "code", "line"),
+    [
+        (1, "KeyError('missing')", 1, "KeyError: 'missing'"),
+        (0, "OSError(28, 'No space left', 'b')", 75, "No space left on device ([Errno 28] No"),
+    ],
+)
+def test_one_that_fails_ends_both_with_its_code(tmp_path, rank, error, code, line):
+    """jax's own end would wait for the other, for 300 s."""
+    program = FAILS.format(rank=rank, error=error)
+    said = two_processes(program, tmp_path, seconds=200, code=code)
+    assert said[1 - rank].startswith(f"error: process {rank} has ended: {line}")
+    assert len(said[1 - rank].splitlines()) == 1
+    assert said[rank].startswith("Traceback" if code == 1 else f"error: {line}")

@@ -1,0 +1,220 @@
+"""What the watching thread makes of notes, of SIGTERM and of time without progress."""
+
+import json
+import os
+import threading
+import time
+import types
+
+import pytest
+
+from jaxslowmo._support.coordinator import NoNoteError
+from jaxslowmo.cli import _watch
+from jaxslowmo.cli._watch import Watch, failing_together
+from support.waiting import wait_until
+
+
+class EndOfStart(SystemExit):
+    """In place of the process's end."""
+
+
+@pytest.fixture
+def notes(monkeypatch):
+    """The notes at a coordinator, of which this process is the only reader."""
+    found = {}
+
+    def wait_for(key, seconds):
+        if key in found:
+            return found[key]
+        raise NoNoteError(key)
+
+    monkeypatch.setattr(_watch, "told", found.get)
+    monkeypatch.setattr(_watch, "tell", lambda key, text: found.setdefault(key, text) == text)
+    monkeypatch.setattr(_watch, "wait_for", wait_for)
+    monkeypatch.setattr(_watch, "_LOOK_SECONDS", 0.01)
+    return found
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """The codes with which the process would have ended."""
+    codes = []
+
+    def end(code):
+        codes.append(code)
+        raise EndOfStart
+
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    return codes
+
+
+def watch(index=1, stall=0, saved="the last saved step is 30"):
+    return Watch(index, 2, stall, lambda: saved)
+
+
+def test_another_process_that_failed_ends_this_one_with_its_code(notes, ends, capfd):
+    with watch():
+        time.sleep(0.1)
+        assert ends == []
+        notes[_watch._FAILED] = json.dumps([0, 75, "No space left on device"])
+        wait_until(lambda: ends)
+    assert ends == [75]
+    assert capfd.readouterr().err == "error: process 0 has ended: No space left on device\n"
+    assert "jaxslowmo/seen/1" in notes
+
+
+def test_the_coordinator_ends_only_when_the_others_have_seen_why(notes, ends):
+    """Or have had some seconds; where it is itself the one that fails, too."""
+
+    def leaves(index, code, line):
+        with pytest.raises(EndOfStart):
+            watch(index=index).leave(code, line)
+
+    notes["jaxslowmo/seen/1"] = ""
+    leaves(0, 1, "why")
+    assert json.loads(notes[_watch._FAILED]) == [0, 1, "why"]
+    del notes["jaxslowmo/seen/1"]
+    leaves(0, 1, "why")
+    # Nor does it wait for one that fails as well, over what differs between them, say.
+    del notes[_watch._FAILED]
+    leaves(1, 2, "process 1 has other options")
+    leaves(0, 2, "process 1 has other options")
+    assert json.loads(notes[_watch._FAILED])[0] == 1
+    assert ends == [1, 1, 2, 2]
+
+
+def test_an_exchange_that_fails_since_another_has_failed_ends_it_with_that_code(
+    notes, ends, capfd, monkeypatch
+):
+    """The exchange may fail before the thread has looked."""
+    monkeypatch.setattr(_watch, "_LOOK_SECONDS", 100)
+
+    def meets_one_that_fails():
+        with failing_together(watch(index=0)):
+            notes[_watch._FAILED] = json.dumps([1, 1, "KeyError: 'missing'"])
+            raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
+
+    with pytest.raises(EndOfStart):
+        meets_one_that_fails()
+    assert ends == [1]
+    assert capfd.readouterr().err == "error: process 1 has ended: KeyError: 'missing'\n"
+
+
+class Clock:
+    """Stands for the clock of `_watch`: no time passes but what a test says."""
+
+    def __init__(self, looks) -> None:
+        self.now, self._looks, self._seen = 0.0, looks, 0
+
+    def passes(self, seconds) -> None:
+        """Let time pass between two looks of the thread, and return after both."""
+        self._look()
+        self.now += seconds
+        self._look()
+
+    def _look(self) -> None:
+        # One whole look: that which is under way may have begun before.
+        end = len(self._looks) + 2
+        wait_until(lambda: len(self._looks) >= end or not _is_watching())
+
+
+def _is_watching() -> bool:
+    return any(thread.name == "watch" for thread in threading.enumerate())
+
+
+@pytest.fixture
+def clock(notes, monkeypatch):
+    looks = []
+
+    def told(key):
+        if key == _watch._FAILED:
+            looks.append(key)
+        return notes.get(key)
+
+    monkeypatch.setattr(_watch, "told", told)
+    clock = Clock(looks)
+    # Of the process, too, whose seconds are progress of a save that compresses.
+    fake = types.SimpleNamespace(
+        monotonic=lambda: clock.now, process_time=lambda: 0.0, sleep=time.sleep
+    )
+    monkeypatch.setattr(_watch, "time", fake)
+    return clock
+
+
+def test_sigterm_without_progress_ends_it_and_names_the_last_checkpoint(notes, ends, capfd, clock):
+    with watch() as own:
+        own.step_done()
+        clock.passes(9)
+        assert ends == []  # nobody has asked
+        notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
+        wait_until(lambda: ends)
+    assert ends == [143]
+    assert capfd.readouterr().err == (
+        "error: asked to stop, and nothing has advanced for 9 s; the last saved step is 30\n"
+    )
+    assert json.loads(notes[_watch._FAILED])[:2] == [1, 143]  # the others end alike
+
+
+def test_sigterm_while_steps_advance_is_left_to_the_run(notes, ends, clock):
+    notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
+    with watch() as own:
+        for _ in range(20):
+            own.step_done()
+            clock.passes(1)
+        assert ends == []
+        clock.passes(7)
+    assert ends == [143]
+
+
+def test_a_step_may_take_three_times_as_long_as_others_of_a_kind(notes, ends, clock):
+    with watch() as own:
+        # One step that waited for a compiler counts for nothing.
+        for seconds in (0, 40, 5, 6):
+            clock.passes(seconds)
+            own.step_done("slow")
+            own.step_done("fast")
+        notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
+        clock.passes(14)
+        assert ends == []
+        clock.passes(2)
+    assert ends == [143]
+
+
+def test_an_evaluation_may_take_three_times_as_long_as_the_longest_so_far(notes, ends, clock):
+    notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
+    with watch() as own:
+        with own.besides_steps():
+            clock.passes(100)
+            own.step_done()
+        with own.besides_steps():
+            clock.passes(200)
+            own.step_done()
+            clock.passes(290)
+            assert ends == []
+        clock.passes(7)
+    assert ends == [143]
+
+
+def test_a_save_that_grows_is_progress(notes, ends, clock):
+    notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
+    written = [0]
+    with watch() as own:
+        own.follow(lambda: written[0])
+        for _ in range(20):
+            written[0] += 1
+            clock.passes(1)
+        assert ends == []
+        clock.passes(7)
+    assert ends == [143]
+
+
+def test_without_progress_for_longer_than_the_limit_all_end(notes, ends, capfd, clock):
+    with watch(stall=1800) as own:
+        for _ in range(30):
+            own.step_done()
+            clock.passes(100)
+        assert ends == []
+        clock.passes(1701)
+    assert ends == [75]
+    assert "nothing has advanced for 1801 s (stall_timeout); the last" in capfd.readouterr().err

@@ -1,0 +1,99 @@
+"""Programs of benchmarks/ that measure on a user's devices, or make a picture of a page."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+try:
+    import graphs_page
+    import schedule_picture
+    import tune_buckets
+    import tune_outer
+finally:
+    sys.path.remove(str(ROOT / "benchmarks"))
+
+import jaxslowmo as js  # noqa: E402
+from cli.commands import write_text  # noqa: E402
+from jaxslowmo.cli._config import TrainConfig, replaced  # noqa: E402
+from support.quick import QUICK_COMPILER  # noqa: E402
+
+
+def test_the_page_of_graphs_shows_what_its_program_makes(tmp_path):
+    page, nodes = graphs_page.PAGE.read_text("utf-8"), (4, 8, 16)
+    shown = page.partition(f"{graphs_page.BEGIN}\n\n")[2].partition(f"\n{graphs_page.END}")[0]
+    rows = [line.split("|")[1:5] for line in shown.splitlines() if line.startswith("|")]
+    made = [line for line in graphs_page.tables(nodes).splitlines() if line.startswith("|")]
+    assert rows == [line.split("|")[1:5] for line in made]
+    graphs_page.draw(tmp_path / "graphs.png", sizes=(4,))
+    assert (tmp_path / "graphs.png").stat().st_size > 20_000
+
+
+def test_the_numbers_of_the_pages_text(capsys):
+    for page in ("graphs.md", "model-parallel.md"):
+        text = (ROOT / "docs" / page).read_text("utf-8")
+        for code, output in re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", text, re.DOTALL):
+            if "print(" in code and "def " not in code:
+                exec(compile(code, page, "exec"), {"js": js})
+                said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+                assert said[-len(output.splitlines()) :] == output.splitlines()
+
+
+@pytest.mark.parametrize("kind", ["one_f_one_b", "zbv", "gpipe"])
+def test_a_picture_of_a_schedule(tmp_path, kind):
+    schedule_picture.draw(js.schedules.by_name(kind, 3, 6), tmp_path / "schedule.png")
+    assert (tmp_path / "schedule.png").stat().st_size > 10_000
+
+
+def test_ties_go_to_the_larger_bucket(tmp_path):
+    def best(*seconds):
+        return tune_buckets.best_limit(dict(zip((0.0, 8.0, 20.0), seconds, strict=True)))
+
+    # 8 is fastest by a hair and 20 beats it in one round of three.
+    assert best([3.0, 3.0, 3.0], [1.0, 1.0, 1.2], [1.01, 1.01, 1.1]) == 20
+    # 20 is never as fast.
+    assert best([3.0, 3.0, 3.0], [1.0, 1.0, 1.2], [1.01, 1.01, 1.3]) == 8
+    assert best([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [2.0, 2.0, 2.0]) == 0
+
+
+@pytest.mark.usefixtures("standard_promotion")  # optax's schedule divides counts
+def test_buckets_are_measured_in_turns(tmp_path):
+    values = {"preset": "tiny", "batch": 2, "replicas": 2, "algorithm": "all_reduce"}
+    seconds = tune_buckets.measured(replaced(TrainConfig(), values), [0.0, 1.0], 2, 1)
+    assert all(len(times) == 2 and min(times) > 0 for times in seconds.values())
+    tune_buckets.draw(seconds, 1.0, tmp_path / "buckets.png", "two limits")
+    assert (tmp_path / "buckets.png").exists()
+
+
+def test_advice_needs_more_than_half_of_the_seeds():
+    settings = [tune_outer.Setting(1.0, 1.0, 0.0), tune_outer.Setting(1.0, 1.0, 0.4)]
+    better = tune_outer.advice(settings, np.array([[2.0, 2.0, 2.0], [1.0, 1.0, 2.5]]))
+    assert better.startswith("momentum 0.4, rate 1")
+    assert better.endswith("better with 2 of 3 seeds")
+    outlier = tune_outer.advice(settings, np.array([[2.0, 2.0, 2.0], [2.1, 2.1, 0.5]]))
+    assert outlier == "no setting beats plain averages, 2.000"
+
+
+@pytest.mark.parametrize("algorithm", ["slowmo", "diloco"])
+def test_settings_train_side_by_side(tmp_path, algorithm):
+    words = "--preset tiny --replicas 2 --steps 4 --periods 2 --momenta 0.5 --seeds 0,1 --algorithm"
+    program = ROOT / "benchmarks" / "tune_outer.py"
+    command = [sys.executable, program, *words.split(), algorithm]
+    done = subprocess.run(
+        [*command, "--data", write_text(tmp_path / "text"), "--out", tmp_path / "outer.png"],
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_COMPILER},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.search(
+        r"^every 2: factor 1, rate 1, momentum 0.5: [2-9]\.", done.stdout, re.MULTILINE
+    )
+    assert "Every 2: " in done.stdout
+    assert (tmp_path / "outer.png").exists()
