@@ -199,7 +199,7 @@ class Parts:
 
         Args:
           params: the types of the parameters of one replica.
-          share: those of a device's part of a batch.
+          share: the types of a device's part of a batch.
         """
         return params, share
 

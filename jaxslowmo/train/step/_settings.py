@@ -125,7 +125,7 @@ def readers_of_programs(
 
 
 class FirstRuns:
-    """What is done before the first run of each program of a step.
+    """Base class of what is done before the first run of each program of a step.
 
     A program is new by itself and by the structure and the types of its inputs.
     """
