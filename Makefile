@@ -15,6 +15,10 @@ TORCHAX_PY := $(TORCHAX_VENV)/bin/python
 # And the compilers for TPUs and GPUs that are only described.
 AOT_VENV ?= .venv-aot$(patsubst .venv%,%,$(VENV))
 AOT_PY := $(AOT_VENV)/bin/python
+# And MaxText, which needs Python 3.12, at the versions that its losses were recorded with.
+MAXTEXT_VENV ?= .venv-maxtext
+MAXTEXT_PY := $(MAXTEXT_VENV)/bin/python
+MAXTEXT_PYTHON ?= python3.12
 
 DLRM ?=
 DEMO ?=
@@ -23,7 +27,7 @@ TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo dlrm test test-all test-exhaustive test-torch test-torchax test-aot test-cluster test-failures torch-env torchax-env lint lint-torch lint-torchax format docs bench-env clean distclean
+.PHONY: help demo dlrm test test-all test-exhaustive test-torch test-torchax test-aot test-maxtext test-cluster test-failures torch-env torchax-env lint lint-torch lint-torchax format docs bench-env clean distclean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
@@ -65,6 +69,10 @@ test-torchax: torchax-env ## Run the tests of torch_compat.on_jax, and those wit
 	$(if $(TEST_ARGS),,cd tests/on_jax && $(abspath $(TORCHAX_PY)) -m pytest sweep)
 	$(if $(TEST_ARGS),,cd tests/torch_compat && $(abspath $(TORCHAX_PY)) -m pytest manager)
 	$(if $(TEST_ARGS),,cd tests/torch_compat && $(abspath $(TORCHAX_PY)) -m pytest -m without_xla --ignore slowmo/xla slowmo peers test_meeting.py examples/test_train_torchrun.py)
+
+# Not in .ci/run: with its set-up it takes more than four minutes.
+test-maxtext: $(MAXTEXT_VENV)/.stamp ## Compare MaxText's trainer with jaxslowmo's exchanges to recorded losses of its own, in .venv-maxtext (1.3 GB).
+	cd tests/maxtext && $(abspath $(MAXTEXT_PY)) -m pytest $(TEST_ARGS)
 
 test-cluster: ## Run the tests on network namespaces with shaped links; needs Linux, root and iproute2.
 	@$(PYTHON) tests/cluster/namespaces.py
@@ -141,6 +149,13 @@ $(AOT_VENV)/.stamp: pyproject.toml
 	@echo "Setting up $(AOT_VENV) ..."
 	$(PYTHON) -m venv $(AOT_VENV)
 	$(AOT_PY) -m pip install --quiet --disable-pip-version-check --editable '.[train,aot]'
+	@touch $@
+
+$(MAXTEXT_VENV)/.stamp: requirements/maxtext.txt requirements/maxtext-test.txt pyproject.toml
+	@echo "Setting up $(MAXTEXT_VENV) ..."
+	$(MAXTEXT_PYTHON) -m venv $(MAXTEXT_VENV)
+	$(MAXTEXT_PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/maxtext-test.txt
+	$(MAXTEXT_PY) -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
 $(TORCHAX_VENV)/.stamp: requirements/torchax.txt requirements/torchax-test.txt pyproject.toml

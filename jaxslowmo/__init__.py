@@ -24,15 +24,20 @@ if TYPE_CHECKING:
     from . import sparse as sparse
     from . import topology as topology
     from . import train as train
+    from .algorithms import des_loc as des_loc
     from .algorithms import diloco as diloco
     from .algorithms import hierarchical_local_sgd as hierarchical_local_sgd
     from .algorithms import layers as layers
     from .algorithms import local_sgd as local_sgd
+    from .algorithms import noloco as noloco
+    from .algorithms import norm_weighted as norm_weighted
     from .algorithms import only_finite as only_finite
+    from .algorithms import rda as rda
     from .algorithms import read_anchor as read_anchor
     from .algorithms import sgp as sgp
     from .algorithms import slow_momentum as slow_momentum
     from .algorithms import slowmo as slowmo
+    from .algorithms import sparta as sparta
     from .collectives import codecs as codecs
     from .embedding import Bags as Bags
     from .embedding import Table as Table
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
     from .gradients import accumulate as accumulate
     from .gradients import all_reduce_gradients as all_reduce_gradients
     from .gradients import clip_by_global_norm as clip_by_global_norm
+    from .gradients import demo as demo
     from .gradients import dynamic_loss_scale as dynamic_loss_scale
     from .gradients import loss_scale_of as loss_scale_of
     from .gradients import skip_unused as skip_unused
@@ -105,14 +111,14 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
     # Which package has which of the names above.
     _NAMES = {
         "algorithms": (
-            "diloco hierarchical_local_sgd layers local_sgd only_finite read_anchor sgp "
-            "slow_momentum slowmo"
+            "des_loc diloco hierarchical_local_sgd layers local_sgd noloco norm_weighted "
+            "only_finite rda read_anchor sgp slow_momentum slowmo sparta"
         ),
         "embedding": (
             "Bags Table WithTables bags embeddings rowwise_adagrad rowwise_adam rowwise_sgd"
         ),
         "gradients": (
-            "Policy accumulate all_reduce_gradients clip_by_global_norm dynamic_loss_scale "
+            "Policy accumulate all_reduce_gradients clip_by_global_norm demo dynamic_loss_scale "
             "loss_scale_of skip_unused unused_names"
         ),
         "mesh": "check_in_sync check_same_tree consensus make_mesh replicate virtual_mesh",

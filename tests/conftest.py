@@ -14,7 +14,7 @@ from support.quick import QUICK_CODE, QUICK_COMPILER
 
 # These suites have a configuration of their own: `make test-torch` and `make test-torchax`, in
 # environments of their own, and `make test-cluster`, which needs root.
-collect_ignore = ["torch_compat", "on_jax", "cluster"]
+collect_ignore = ["torch_compat", "on_jax", "cluster", "maxtext"]
 # So have these, whose compilers must not be loaded beside other tests, nor beside each other.
 AOT = ("tpu_aot", "gpu_aot")
 NUM_DEVICES = 8

@@ -5,8 +5,14 @@ import optax
 from .._support.settings import records_settings
 from .._support.types import AxisName
 from ..collectives.codecs import Codec
-from ..transform import Every, InnerState, ParameterTransform, as_schedule, checked_group
-from .outer import Fragments, outer_algorithm, shards_state
+from ..transform import Every, InnerPeriods, ParameterTransform, as_schedule, checked_group
+from .outer import (
+    Aggregate,
+    Fragments,
+    checked_aggregate,
+    outer_algorithm,
+    shards_state,
+)
 
 
 @records_settings
@@ -22,7 +28,8 @@ def diloco(
     fragments: Fragments = 1,
     delay: int = 0,
     merge: float = 0.0,
-    inner_state: InnerState = "keep",
+    inner_state: InnerPeriods = "keep",
+    aggregate: Aggregate = "mean",
 ) -> ParameterTransform:
     """Train replicas independently; every `sync_every` updates an outer optimizer moves them all.
 
@@ -36,8 +43,8 @@ def diloco(
       outer_optimizer: any complete optax optimizer (with learning rate and sign) that needs no
         loss; the default is `optax.sgd(0.7, momentum=0.9, nesterov=True)`.
       shard_state: whether each replica keeps only 1/R of each leaf of the anchor and of the outer
-        state. True promises that `outer_optimizer` is element-wise, since it steps these blocks;
-        None is True without an `outer_optimizer` (not with `top_k`). See `docs/outer.md`.
+        state. True promises an element-wise `outer_optimizer`, and None is True without one (not
+        with `top_k`). See `docs/outer.md`.
       local_axis_name: axis of the devices inside a replica, as in `js.slowmo`.
       bucket_bytes: size of the exchanged buffers, as in `js.slowmo`.
       codec: format in which replicas send their displacement, as in `js.slowmo`.
@@ -45,6 +52,8 @@ def diloco(
       delay: number of updates beside which an exchange runs, as in `js.slowmo`.
       merge: share of its own progress that a replica keeps, as in `js.slowmo`.
       inner_state: "keep", "reset" or "average" the optimizer's moments, as in `js.slowmo`.
+      aggregate: how the replicas' displacements become one: their "mean", "rda", `js.rda(...)` or
+        `js.norm_weighted(...)`; with the last three each replica has all of the anchor.
 
     Returns:
       A `ParameterTransform` with `state.shared["anchor"]` and `["outer"]`, the state of
@@ -52,20 +61,21 @@ def diloco(
 
     Raises:
       ValueError: sync_every < 1, an invalid `codec`, an outer optimizer that is no optax transform,
-        or shard_state=True where it can't be; at trace time an unbound axis, missing params,
-        non-float leaves; for a model in stages an outer optimizer that mixes leaves.
+        arguments that do not go together; at trace time an unbound axis, missing params, non-float
+        leaves; for a model in stages another `aggregate`, or an optimizer that mixes leaves.
       UserWarning: once, if the axis has size 1.
 
     Communication: every `sync_every` updates, over `axis_name`, one reduce-scatter and one
       all-gather of N bytes each (sharded), or one all-reduce of N bytes; with a codec an all-to-all
       and an all-gather of its bytes. Nothing in other updates.
 
-    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models",
-      2023, algorithm 1.
+    Source: Douillard et al., "DiLoCo", 2023, algorithm 1.
     """
     owner = "diloco"
     group = checked_group(owner, axis_name, local_axis_name, bucket_bytes, codec)
-    is_element_wise = outer_optimizer is None or shard_state is True
+    how = checked_aggregate(owner, aggregate, shard_state=shard_state, codec=codec, delay=delay)
+    shard_state = shard_state if how is None else False
+    is_element_wise = how is None and (outer_optimizer is None or shard_state is True)
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     if not isinstance(outer_optimizer, optax.GradientTransformation) or isinstance(
@@ -92,5 +102,6 @@ def diloco(
         delay=delay,
         merge=merge,
         inner_state=inner_state,
+        aggregate=how,
     )
     return ParameterTransform(algorithm)

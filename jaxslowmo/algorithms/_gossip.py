@@ -9,6 +9,8 @@ range of parameters whatever the weights are, and nodes that agree keep their va
 
 import dataclasses
 import functools
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +29,7 @@ from ..collectives.codecs import Half
 from ..mesh import Shares
 from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds, weights_move
 from ..transform import (
+    Algorithm,
     ReplicaGroup,
     packing_of,
     phase_scope,
@@ -77,6 +80,56 @@ def gossip_plan(
     return GossipPlan(rounds, late or moves, moves or (late and kept_differs))
 
 
+def on_graph(
+    algorithm: Algorithm,
+    graph: Graph | Callable[[int], Graph],
+    of_graph: Callable[[Graph], Algorithm],
+    num_nodes: int | None = None,
+) -> Algorithm:
+    """Return the algorithm on a graph, which may depend on the number of nodes.
+
+    Args:
+      algorithm: the algorithm without its events, which it has while the number is unknown.
+      graph: the graph, or a function of the number of nodes.
+      of_graph: `of_graph(graph)`: the algorithm with its events.
+      num_nodes: the number of nodes, of an earlier binding; None: not known.
+
+    Raises:
+      ValueError: a graph of another size, or a function that makes no graph.
+    """
+    owner, (group,) = algorithm.owner, algorithm.groups
+
+    def bind(
+        axis_sizes: Mapping[str, int] | None = None, params: PyTree | None = None
+    ) -> Algorithm:
+        del params
+        size = num_nodes
+        if axis_sizes is not None and {*group.axes} <= {*axis_sizes}:
+            size = math.prod(axis_sizes[name] for name in group.axes)
+        return on_graph(algorithm, graph, of_graph, size)
+
+    if not isinstance(graph, Graph) and num_nodes is None:
+        needs = (
+            "`graph` is chosen when the number of replicas is known, and phases with it: take "
+            "those of `transform.bound({axis: size})`, or pass a graph."
+        )
+        return dataclasses.replace(algorithm, bind=bind, needs=needs)
+    made = graph if isinstance(graph, Graph) else graph(num_nodes or 1)
+    if not isinstance(made, Graph):
+        raise ArgumentError(
+            "graph",
+            f"{owner}: `graph` must be a function that makes a js.topology.Graph, and the "
+            f"function returned a {type(made).__name__}.",
+        )
+    if num_nodes is not None and made.num_nodes != num_nodes:
+        raise ArgumentError(
+            "graph",
+            f"{owner}: `graph` must have as many nodes as axis {group.axis_name!r}, which has size "
+            f"{num_nodes}, got {made.name}({made.num_nodes}).",
+        )
+    return dataclasses.replace(of_graph(made), bind=bind)
+
+
 class Arrival(NamedTuple):
     """The values and the weight that a node received in one exchange."""
 
@@ -123,6 +176,31 @@ class Gossip:
 
         mean, received, kept = over.run(run, given, *results, packs=True)
         return Arrival(mean, received), kept
+
+    def mixed(self, number: int | jax.Array, values: PyTree, weight: jax.Array) -> PyTree:
+        """Return the mean of this node's values and those of its in-peers, in their dtypes.
+
+        Communication: that of `exchange`.
+        """
+        arrival, kept = self.exchange(number, values, weight, like=values)
+        after = weight_after(kept, weight, arrival)
+        new = landed(values, values, arrival, kept, weight, after, self.over.codec, like=values)
+        return jax.tree.map(lambda x, old: x.astype(old.dtype), new, values)
+
+    def mixed_statistics(
+        self, number: int | jax.Array, statistics: list[Any], weight: jax.Array
+    ) -> list[Any]:
+        """Return the mixtures of model state, which is sent as it is.
+
+        It is exchanged separately: it results from the forward pass, for which the parameters'
+        exchange need not wait.
+
+        Communication: that of `exchange`; none without any.
+        """
+        if not statistics:
+            return statistics
+        plain = self.over.plain.over(local_axis_name=self.over.local_axis_name)
+        return dataclasses.replace(self, over=plain).mixed(number, statistics, weight)
 
     def _exchange(self, number: int | jax.Array, values: PyTree, weight: jax.Array) -> list[Any]:
         """Return mean, weight and kept share, where the axes are mapped."""
@@ -285,6 +363,39 @@ def pulled_with_residual(
         return added(cast(u, wide), away + of_residual(wide) * r)
 
     return jax.tree.map(pull, params, local, residual, arrival.mean)
+
+
+def landed(
+    params: PyTree,
+    local: PyTree,
+    arrival: Arrival,
+    kept: jax.Array,
+    weight: jax.Array,
+    after: jax.Array,
+    codec: Any,
+    *,
+    like: PyTree,
+) -> PyTree:
+    """Return `params` moved as the mixture of `local` with what has arrived moves from `local`.
+
+    Args:
+      params: the parameters, in at least float32.
+      local: the values that this node has sent.
+      arrival: the values that it has received.
+      kept: () the share of its value that it keeps.
+      weight: () push-sum weight of `local`.
+      after: () push-sum weight afterwards.
+      codec: the codec of the exchange; None: none.
+      like: tree of the dtypes in which values are sent.
+    """
+    share = arrival.weight.astype(after.dtype) / after
+    if not isinstance(codec, Half):
+        return pulled(params, local, arrival, share)
+    residual = unsent(local, codec, like)
+    sent_share = (1 - kept) * weight.astype(kept.dtype) / after
+    return pulled_with_residual(
+        params, local, residual, arrival, codec, share=share, sent_share=sent_share
+    )
 
 
 class PushSumState(NamedTuple):

@@ -19,14 +19,15 @@ from ..transform import (
     Carry,
     Event,
     Every,
+    InnerPeriods,
     InnerState,
     ParameterTransform,
     ReplicaGroup,
     UpdateContext,
     as_schedule,
     changed_moments,
-    check_inner_state,
     checked_group,
+    moment_events,
     rounded,
 )
 from ..tree import subtracted, widen_updates
@@ -51,7 +52,7 @@ def local_sgd(
     fragments: Fragments = 1,
     delay: int = 0,
     merge: float = 0.0,
-    inner_state: InnerState = "keep",
+    inner_state: InnerPeriods = "keep",
 ) -> ParameterTransform:
     """Train replicas independently and average their parameters every `sync_every` updates.
 
@@ -73,7 +74,8 @@ def local_sgd(
       delay: number of updates beside which an average is exchanged, as in `js.slowmo`.
       merge: share of its own progress that a replica keeps, as in `js.slowmo`. With fragments,
         delay or merge the exchange has at least float32, and each replica an anchor of N bytes.
-      inner_state: "keep", "reset" or "average" the optimizer's moments, as in `js.slowmo`.
+      inner_state: "keep", "reset" or "average" the optimizer's moments, as in `js.slowmo`, or
+        periods of their own, such as `{"mu": 96, "nu": 192}`; see `js.des_loc`.
 
     Returns:
       A `ParameterTransform`. Its state has a shared anchor with fragments, delay or merge. `update`
@@ -108,16 +110,15 @@ def local_sgd(
             inner_state=inner_state,
         )
         return ParameterTransform(algorithm)
-    checked = check_inner_state(owner, inner_state)
+    change, of_moments = moment_events(owner, inner_state, group)
     # In 16 bits parameters themselves can be sent, if what rounding loses is dropped.
     if codec is None or (isinstance(codec, Half) and not codec.error_feedback):
-        # This is hierarchical averaging with only one group, that of all replicas.
-        run = functools.partial(average, inner_state=inner_state)
-        events = [Event("average", schedule, run, group, True, inner_state=checked)]
-        return ParameterTransform(_averages(owner, events))
-    run = functools.partial(_average_in_codec, inner_state=inner_state)
+        run = functools.partial(average, inner_state=change)
+        event = Event("average", schedule, run, group, True, inner_state=change)
+        return ParameterTransform(Algorithm((event, *of_moments), (group,), owner=owner))
+    run = functools.partial(_average_in_codec, inner_state=change)
     algorithm = Algorithm(
-        (Event("average", schedule, run, group, True, inner_state=checked),),
+        (Event("average", schedule, run, group, True, inner_state=change), *of_moments),
         (group,),
         local=lambda params: {"sent": first_memory(codec, params, has_reference=True)},
         move=_moved_reference,

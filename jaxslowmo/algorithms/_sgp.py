@@ -1,15 +1,14 @@
 """Stochastic gradient push: replicas exchange parameters with a few peers in every update."""
 
 import functools
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .._support.checks import ArgumentError, checked_int
+from .._support.checks import checked_int
 from .._support.settings import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Half
@@ -36,9 +35,8 @@ from ._gossip import (
     PushSumState,
     divided,
     gossip_plan,
-    pulled,
-    pulled_with_residual,
-    unsent,
+    landed,
+    on_graph,
     weight_after,
 )
 
@@ -100,53 +98,21 @@ def sgp(
     check_graph("sgp", graph)
     check_mixing(mixing)
     overlap = checked_int("sgp: `overlap` counts exchanges and", overlap, 0)
-    return ParameterTransform(_Gossiping(group, graph, mixing, push_sum, overlap).algorithm())
+    graph = npeer_directed_exponential if graph is None else graph
+    algorithm = Algorithm(
+        groups=(group,),
+        local=functools.partial(_first, overlap=overlap),
+        mass=_mass,
+        owner="sgp",
+        count=lambda local: int(local.exchanges),
+    )
 
-
-@dataclass(frozen=True)
-class _Gossiping:
-    """Gossip, with push-sum weights where they can differ from 1; the arguments of `sgp`."""
-
-    group: ReplicaGroup
-    graph: Graph | Callable[[int], Graph] | None
-    mixing: Mixing | None
-    push_sum: bool
-    overlap: int
-
-    def algorithm(
-        self,
-        axis_sizes: Mapping[str, int] | None = None,
-        params: PyTree | None = None,
-        *,
-        num_nodes: int | None = None,
-    ) -> Algorithm:
-        """Return the algorithm, which depends on the number of replicas.
-
-        `num_nodes` is that of an earlier binding.
-        """
-        del params
-        axes = self.group.axes
-        if axis_sizes is not None and {*axes} <= {*axis_sizes}:
-            num_nodes = math.prod(axis_sizes[name] for name in axes)
-        plan = self.plan_for(num_nodes)
-        algorithm = Algorithm(
-            groups=(self.group,),
-            local=self.init,
-            mass=_mass,
-            owner="sgp",
-            bind=functools.partial(self.algorithm, num_nodes=num_nodes),
-            count=lambda local: int(local.exchanges),
-        )
-        if plan is None:
-            needs = (
-                "`graph` is chosen when the number of replicas is known, and phases with it: take "
-                "those of `transform.bound({axis: size})`, or pass a graph."
-            )
-            return replace(algorithm, needs=needs)
+    def of_graph(graph: Graph) -> Algorithm:
+        plan = gossip_plan("sgp", graph, mixing, push_sum=push_sum, overlap=overlap)
         if not plan.rounds:  # a single node has no peers
             return algorithm
-        run = functools.partial(_exchanged, plan=plan, overlap=self.overlap)
-        event = Event(ROUND, every(1), run, self.group, replaces=True, forms=len(plan.rounds))
+        run = functools.partial(_exchanged, plan=plan, overlap=overlap)
+        event = Event(ROUND, every(1), run, group, replaces=True, forms=len(plan.rounds))
         return replace(
             algorithm,
             events=(event,),
@@ -156,36 +122,18 @@ class _Gossiping:
             move=_moved_in_flight,
         )
 
-    def plan_for(self, num_nodes: int | None) -> GossipPlan | None:
-        """Return the exchanges among `num_nodes` nodes; None if their number is not known."""
-        graph = self.graph
-        if not isinstance(graph, Graph):
-            if num_nodes is None:
-                return None
-            graph = (npeer_directed_exponential if graph is None else graph)(num_nodes)
-            if not isinstance(graph, Graph):
-                raise ArgumentError(
-                    "graph",
-                    "sgp: `graph` must be a function that makes a js.topology.Graph, and the "
-                    f"function returned a {type(graph).__name__}.",
-                )
-        if num_nodes is not None and graph.num_nodes != num_nodes:
-            raise ArgumentError(
-                "graph",
-                f"sgp: `graph` must have as many nodes as axis {self.group.axis_name!r}, which "
-                f"has size {num_nodes}, got {graph.name}({graph.num_nodes}).",
-            )
-        return gossip_plan("sgp", graph, self.mixing, push_sum=self.push_sum, overlap=self.overlap)
+    return ParameterTransform(on_graph(algorithm, graph, of_graph))
 
-    def init(self, params: PyTree) -> PushSumState:
-        """Return the first state: weight 1, nothing in flight."""
-        # With overlap k a message arrives k - 1 exchanges later, so at first nothing arrives. Every
-        # entry has its own arrays, so that a whole state can be donated.
-        in_flight = tuple(
-            Arrival(jax.tree.map(jnp.zeros_like, params), jnp.zeros([], jnp.float32))
-            for _ in range(self.overlap - 1)
-        )
-        return PushSumState(jnp.zeros([], jnp.int32), jnp.ones([], jnp.float32), in_flight)
+
+def _first(params: PyTree, *, overlap: int) -> PushSumState:
+    """Return the first state: weight 1, nothing in flight."""
+    # With overlap k a message arrives k - 1 exchanges later, so at first nothing arrives. Every
+    # entry has its own arrays, so that a whole state can be donated.
+    in_flight = tuple(
+        Arrival(jax.tree.map(jnp.zeros_like, params), jnp.zeros([], jnp.float32))
+        for _ in range(overlap - 1)
+    )
+    return PushSumState(jnp.zeros([], jnp.int32), jnp.ones([], jnp.float32), in_flight)
 
 
 def _scaled(updates: PyTree, local: Any, shared: Any, context: UpdateContext) -> Any:
@@ -221,16 +169,8 @@ def _exchanged(
     gossip, moves = Gossip(replicas, plan), plan.weight_moves
     w = local.weight if moves else jnp.ones([], jnp.float32)
     arrival, kept = gossip.exchange(number, values, w, like=params)
-    statistics = carry.statistics
-    if statistics:
-        # Model state has the same weights and is never late. It is exchanged separately: it
-        # results from the forward pass, for which the parameters' exchange need not wait.
-        plain = replicas.plain.over(local_axis_name=replicas.local_axis_name)
-        separate = Gossip(plain, plan)
-        others, _ = separate.exchange(number, statistics, w, like=statistics)
-        share = others.weight.astype(kept.dtype) / weight_after(kept, w, others)
-        new = pulled(statistics, statistics, others, share)
-        statistics = [x.astype(old.dtype) for x, old in zip(new, statistics, strict=True)]
+    # Model state has the same weights and is never late.
+    statistics = gossip.mixed_statistics(number, carry.statistics, w)
     in_flight = local.in_flight
     if overlap > 1:
         # Weight is late too: what is in flight is missing from w until it arrives with z.
@@ -244,15 +184,7 @@ def _exchanged(
         wide = widen_updates(params)
         step = jax.tree.map(lambda a, b: ratio.astype(a.dtype) * subtracted(a, b), y, wide)
         y = jax.tree.map(added, wide, step)
-    share, codec = arrival.weight.astype(after.dtype) / after, replicas.codec
-    if not isinstance(codec, Half):
-        y = pulled(y, values, arrival, share)
-    else:
-        residual = unsent(values, codec, params)
-        sent_share = (1 - kept) * w.astype(kept.dtype) / after
-        y = pulled_with_residual(
-            y, values, residual, arrival, codec, share=share, sent_share=sent_share
-        )
+    y = landed(y, values, arrival, kept, w, after, replicas.codec, like=params)
     local = PushSumState(increment(local.exchanges), after.astype(jnp.float32), in_flight)
     return carry._replace(params=y, statistics=statistics, local=local)
 

@@ -15,7 +15,7 @@ from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..transform import (
     Every,
-    InnerState,
+    InnerPeriods,
     ParameterTransform,
     TypedTransform,
     as_schedule,
@@ -58,7 +58,7 @@ def slowmo(
     fragments: Fragments = 1,
     delay: int = 0,
     merge: float = 0.0,
-    inner_state: InnerState = "keep",
+    inner_state: InnerPeriods = "keep",
 ) -> ParameterTransform:
     """Average the replicas every `sync_every` updates, and move them with slow momentum (SlowMo).
 
@@ -86,7 +86,7 @@ def slowmo(
       fragments: number P of parts that take slow steps in turn, or a function from name to part.
       delay: number of updates, below `sync_every` / P, beside which a slow step's values are sent.
       merge: share in [0, 1] of its own progress that a replica keeps; 0 takes the anchor.
-      inner_state: "keep", "reset" or "average" the optimizer's moments in slow steps.
+      inner_state: "keep", "reset" or "average" the optimizer's moments then, or periods of theirs.
 
     Returns:
       A `ParameterTransform` with `state.shared["anchor"]` and `["outer"]`, a `SlowMomentumState`,
@@ -170,8 +170,8 @@ def slow_momentum(
     Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
       Momentum", ICLR 2020, algorithm 1.
     """
-    beta = _number("momentum", momentum, below=1)
-    alpha = _number("slow_learning_rate", slow_learning_rate)
+    beta = checked_rate("momentum", momentum, below=1)
+    alpha = checked_rate("slow_learning_rate", slow_learning_rate)
 
     def init_fn(params: PyTree) -> SlowMomentumState:
         return SlowMomentumState(
@@ -197,24 +197,24 @@ def slow_momentum(
         #   v_t = beta (gamma_t / gamma_{t-1}) v_{t-1} + D
         # The factor of v_{t-1} is at most the larger of gamma_t / r and beta.
         carried = jnp.minimum(
-            _times(beta, _ratio(gamma, state.last_rate)),
+            times(beta, _ratio(gamma, state.last_rate)),
             jnp.maximum(beta, _ratio(gamma, state.made_at)),
         )
-        velocity = jax.tree.map(lambda v, d: _times(carried, v) + d, state.velocity, updates)
+        velocity = jax.tree.map(lambda v, d: times(carried, v) + d, state.velocity, updates)
         #   x_{t+1},0 = x_t,0 - alpha gamma_t u_t = x_t,0 - alpha v_t
         # Nesterov uses beta u_t + D / gamma_t instead of u_t, so beta v_t + D instead of v_t.
         if nesterov:
-            ahead = jax.tree.map(lambda v, d: _times(beta, v) + d, velocity, updates)
+            ahead = jax.tree.map(lambda v, d: times(beta, v) + d, velocity, updates)
         else:
             ahead = velocity
-        step = jax.tree.map(lambda a: _times(-alpha, a), ahead)
-        made_at = jnp.maximum(_times(beta, state.made_at), jnp.maximum(state.since, gamma))
+        step = jax.tree.map(lambda a: times(-alpha, a), ahead)
+        made_at = jnp.maximum(times(beta, state.made_at), jnp.maximum(state.since, gamma))
         return step, SlowMomentumState(velocity, gamma, made_at, jnp.zeros_like(state.since))
 
     return TypedTransform(init_fn, update_fn)
 
 
-def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.Array:
+def checked_rate(argument: str, value: Any, below: float = math.inf) -> float | jax.Array:
     """Return a rate or a momentum as a checked float; a traced one has only its type checked."""
     is_number = not isinstance(value, bool) and isinstance(
         value, int | float | np.number | np.ndarray | jax.Array
@@ -235,7 +235,7 @@ def _number(argument: str, value: Any, below: float = math.inf) -> float | jax.A
     return number
 
 
-def _times(factor: float | jax.Array, x: jax.Array) -> jax.Array:
+def times(factor: float | jax.Array, x: jax.Array) -> jax.Array:
     """Return `factor * x` in x's dtype."""
     return (factor if isinstance(factor, int | float) else factor.astype(x.dtype)) * x
 
@@ -264,7 +264,7 @@ def _outer_rate(learning_rate: LearningRate) -> OuterRate:
             f"{learning_rate!r}."
         )
     # None leaves D undivided, so that m has the unit of parameters.
-    rate = 1.0 if learning_rate is None else _number("learning_rate", learning_rate)
+    rate = 1.0 if learning_rate is None else checked_rate("learning_rate", learning_rate)
     return OuterRate(lambda count, given: jnp.asarray(rate))
 
 

@@ -244,8 +244,8 @@ def _kept(names: Collection[str]) -> list[str]:
         )
     if any(re.match("exchange/local/(base/)*anchor", name) for name in names):
         notes.append(
-            "Each replica had an anchor and slow momentum of its own (`exact_average=False`): "
-            "they were averaged."
+            "Each replica had an anchor and slow momentum of its own (`exact_average=False`, or "
+            "js.noloco): they were averaged."
         )
     if any(re.match("exchange/local/(base/)*weight$", name) for name in names):
         notes.append(

@@ -1,6 +1,7 @@
 """Collectives on flat buffers, each with a statement of the bytes it sends."""
 
 from ._coded import mean_in_codec as mean_in_codec
+from ._coded import mean_of_senders as mean_of_senders
 from ._coded import scatter_mean_in_codec as scatter_mean_in_codec
 from ._means import all_mean as all_mean
 from ._means import block_sizes as block_sizes

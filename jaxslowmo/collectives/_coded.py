@@ -1,5 +1,7 @@
 """Means of flat buffers over replicas that are sent in few bits, and what of them was not sent."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -110,16 +112,56 @@ def _sparse_mean(
     flat: jax.Array, axis_name: AxisName, codec: Codec, key: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Each replica receives what all others send, so that nothing of the mean is lost."""
+    (total,), lost = _sparse_sums(flat, axis_name, codec, key, lambda values: (values,))
+    return total / axis_size(axis_name), lost
+
+
+def mean_of_senders(
+    flat: jax.Array, axis_name: AxisName, codec: Codec
+) -> tuple[jax.Array, jax.Array]:
+    """Return the mean of each element over the replicas that sent it, and what this one did not.
+
+    Args:
+      flat: array `(n,)`, n >= 1, at least float32.
+      axis_name: mapped axis, or several.
+      codec: a sparse format; an element that is sent as 0 counts as not sent.
+
+    Returns:
+      `(n,)` mean, with the same bits on all replicas and typed as equal over `axis_name`, 0 where
+      no replica sent; and `(n,)` what this replica has not sent. Both in the dtype of `flat`.
+
+    Communication: one all-gather over `axis_name` of the bytes of all replicas.
+    """
+
+    def terms(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return values, (values != 0).astype(values.dtype)
+
+    (total, senders), lost = _sparse_sums(flat, axis_name, codec, None, terms)
+    return total / jnp.maximum(senders, jnp.ones_like(senders)), lost
+
+
+def _sparse_sums(
+    flat: jax.Array,
+    axis_name: AxisName,
+    codec: Codec,
+    key: jax.Array | None,
+    terms: Callable[[jax.Array], tuple[jax.Array, ...]],
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Return the sums over replicas of `terms` of what each sent, and what this one did not send.
+
+    Communication: one all-gather over `axis_name` of the bytes of all replicas.
+    """
     sent, size = codec.encode(flat[None], key), flat.shape[0]
     lost = flat - codec.decode(sent, size)[0].astype(flat.dtype)
 
-    def add(total: jax.Array, of_one: jax.Array) -> tuple[jax.Array, None]:
+    def add(sums: tuple[jax.Array, ...], of_one: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
         # The order of sums is fixed, so the bits are equal everywhere.
-        return total + codec.decode(of_one[None], size)[0].astype(total.dtype), None
+        values = codec.decode(of_one[None], size)[0].astype(flat.dtype)
+        return tuple(x + y for x, y in zip(sums, terms(values), strict=True)), None
 
     gathered = gather_slices(sent, axis_name)
     zeros = jnp.zeros_like(gathered, flat.dtype, shape=flat.shape)
-    return lax.scan(add, zeros, gathered)[0] / axis_size(axis_name), lost
+    return lax.scan(add, tuple(zeros for _ in jax.eval_shape(terms, zeros)), gathered)[0], lost
 
 
 def scatter_mean_in_codec(

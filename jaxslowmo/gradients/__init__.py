@@ -11,5 +11,6 @@ from .reducer import AllReduceGradientsState as AllReduceGradientsState
 from .reducer import SkipUnusedState as SkipUnusedState
 from .reducer import accumulate as accumulate
 from .reducer import all_reduce_gradients as all_reduce_gradients
+from .reducer import demo as demo
 from .reducer import skip_unused as skip_unused
 from .reducer import unused_names as unused_names

@@ -10,7 +10,6 @@ the same.
 
 import math
 import secrets
-import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..algorithms import NormWeighted
 from ._format import (
     MAX_JSON,
     RUN,
@@ -560,9 +560,11 @@ class Rounds:
         received = [self._read_part(key, anchor.round) for key in manifest.parts]
         anchor = self._agreed_anchor(anchor, manifest, received, is_live)
         counting = [x for x in received if x.why is None]
-        usual = statistics.median([x.norm for x in counting] or [0.0])
-        for part in counting:
-            if usual > 0 and part.norm > (most := self.run.max_norm_ratio) * usual:
+        norms, most = np.array([x.norm for x in counting]), self.run.max_norm_ratio
+        factors = NormWeighted(most).factors(norms) if counting else ()
+        for part, factor in zip(counting, factors, strict=True):
+            if factor == 0:
+                usual = np.median(norms)
                 part.why = f"has norm {part.norm:.3g}, above {most:g} times {usual:.3g}, the median"
         for part in received:
             if part.why is not None:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.core import Tracer
 
 from .._support.types import AxisName, Phase, PyTree, axis_names
 from ..mesh import AnyMesh, MapWith, map_replicas
@@ -21,18 +22,38 @@ from ..transform import (
     spec_of,
     unless_idle,
 )
+from ..tree import not_floating
 from ._train_state import ReplicaState, StepExchange
+from .step._gradients import statistics, statistics_before_if, with_statistics
 from .step._optimized import Averaging, Weights, accepted_arguments, optimizer_rate
 
 
 class Access(NamedTuple):
     """Functions that read a part of a library's state, and return the state with another one."""
 
+    name: str
     get: Callable[[PyTree], PyTree]
     put: Callable[[PyTree, PyTree], PyTree]
 
+    def check(self, state: PyTree) -> None:
+        """Raise `ValueError` unless what was put is what is then read."""
 
-NOTHING = Access(lambda state: (), lambda state, part: state)
+        def put_and_get(part: PyTree) -> PyTree:
+            found = self.get(self.put(state, part))
+            is_new = all(isinstance(x, Tracer) for x in jax.tree.leaves(found))
+            if not is_new or jax.tree.structure(found) != jax.tree.structure(part):
+                given, read = (jax.tree.structure(x).num_leaves for x in (part, found))
+                what = f"{read} arrays in another form" if is_new else "old ones"
+                raise ValueError(
+                    f"with_exchange: the functions for `{self.name}` must set what they get, and "
+                    f"of a state in which {given} arrays were set the first returns {what}."
+                )
+            return found
+
+        jax.eval_shape(put_and_get, self.get(state))
+
+
+NOTHING = Access("", lambda state: (), lambda state, part: state)
 
 
 @dataclass(frozen=True)
@@ -54,6 +75,16 @@ class LibraryUpdate:
     moments: Access
     statistics: Access
     gradients: optax.GradientTransformationExtraArgs | None
+
+    def check(self, state: PyTree) -> None:
+        """Raise `ValueError` unless the functions get and set parts of a state of one replica."""
+        if wrong := not_floating(self.params.get(state)):
+            raise ValueError(
+                "with_exchange: `get_params` must return real floating-point arrays alone, and "
+                f"there are {', '.join(wrong)}."
+            )
+        for access in (self.params, self.moments, self.statistics):
+            access.check(state)
 
     def roles(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         """Return the role of each leaf of the arguments: "batch" where it is split."""
@@ -132,13 +163,12 @@ class LibraryUpdate:
             old, new, local, weight = own
             before, after = self.params.get(old), self.params.get(new)
             moments, means = self.moments.get(new), self.statistics.get(new)
-            leaves, structure = jax.tree.flatten(means)
             extra: dict[str, Any] = {}
             if sync.algorithm.needs_rate:
                 extra["learning_rate"] = optimizer_rate(moments)
-            params, leaves, done, moments = sync.exchange(
+            params, averaged, done, moments = sync.exchange(
                 None,
-                leaves,
+                statistics(means),
                 ExchangeState(count - 1, local, shared),
                 before,
                 after=after,
@@ -152,7 +182,7 @@ class LibraryUpdate:
             )
             new = self.params.put(new, params)
             new = self.moments.put(new, moments)
-            new = self.statistics.put(new, structure.unflatten(leaves))
+            new = self.statistics.put(new, with_statistics(means, averaged))
             return (new, done.local), done.shared
 
         own = state.state, new, local.local, weight
@@ -173,7 +203,7 @@ class LibraryUpdate:
         """
         params, weights = self.params.get(state), Weights(weight, weight)
         if self.gradients is None:
-            new, results = self.train_step(state, *args)
+            returned = self.train_step(state, *args)
         else:
             reduction, held = self.gradients, [memory]
 
@@ -186,15 +216,31 @@ class LibraryUpdate:
                 return grads
 
             weights = weights.after(Averaging.of(reduction, memory, self.axis_name))
-            new, results = self.train_step(state, *args, reduce_gradients=reduce_gradients)
+            returned = self.train_step(state, *args, reduce_gradients=reduce_gradients)
             (memory,) = held
+        new, results = _pair(returned, state)
         if weight is not None:  # the batch of a replica without data counts nowhere
             results = unless_idle(results, weight)
-            means = _if_takes(weight > 0, *map(self.statistics.get, (new, state)))
+            means = statistics_before_if(weight <= 0, *map(self.statistics.get, (new, state)))
             new = self.statistics.put(new, means)
         if weights.update is not None:
             new = _if_takes(weights.update > 0, new, state)
         return new, memory, weights.exchange, results
+
+
+def _pair(returned: Any, state: PyTree) -> tuple[PyTree, PyTree]:
+    """Return what `train_step` returned; raise `ValueError` unless it begins with a state."""
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    before, after = (jax.tree.structure(x) for x in (state, returned[0] if is_pair else returned))
+    if is_pair and before == after:
+        return returned
+    what = type(returned).__name__
+    if is_pair:
+        what = f"a pair that begins with {type(returned[0]).__name__} of {after.num_leaves} arrays"
+    raise ValueError(
+        "with_exchange: `train_step` must return (state, metrics) with a state like its own, "
+        f"which is {type(state).__name__} of {before.num_leaves} arrays, got {what}."
+    )
 
 
 def _if_takes(takes: jax.Array, new: PyTree, old: PyTree) -> PyTree:

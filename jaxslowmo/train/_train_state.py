@@ -110,6 +110,7 @@ def started(
         params=stacked,
         opt_state=opt_state,
         model_state=with_own_keys(
+            "model_state",
             replicate_as("model_state", one_state, mesh=mesh, axis_name=axis_name),
             mesh=mesh,
             axis_name=axis_name,
@@ -119,19 +120,23 @@ def started(
     )
 
 
-def with_own_keys(stacked: PyTree, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
-    """Return stacked model state with different keys per replica, else all drop the same units."""
+def with_own_keys(name: str, stacked: PyTree, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
+    """Return the argument `name`, stacked, with different keys per replica.
+
+    With equal keys all replicas would drop the same units.
+    """
     leaves, structure = jax.tree.flatten(stacked)
-    # A raw key of `jax.random.PRNGKey` cannot be distinguished from other uint32 data: warn only.
-    raw = _stacked_raw_keys(stacked)
+    places = [i for i, x in enumerate(leaves) if _is_key(x)]
+    # A raw key of `jax.random.PRNGKey` cannot be distinguished from other uint32 data: warn only,
+    # and not of a library that has typed keys, beside which such data are counters.
+    raw = [] if places else _stacked_raw_keys(stacked)
     if raw and leaves[0].shape[0] > 1:
         warn_user(
-            f"`model_state`: {', '.join(raw)} looks like a PRNG key without a type, and would be "
+            f"`{name}`: {', '.join(raw)} looks like a PRNG key without a type, and would be "
             "the same on all replicas, so that all draw the same. Keys of jax.random.key or "
-            "jax.random.wrap_key_data become each replica's own; a loss function that needs raw "
-            "ones takes jax.random.key_data of them. If it is none, nothing is wrong."
+            "jax.random.wrap_key_data become each replica's own; a function that needs raw ones "
+            "takes jax.random.key_data of them. If it is none, nothing is wrong."
         )
-    places = [i for i, x in enumerate(leaves) if _is_key(x)]
     if places:
         split_keys = map_replicas(
             lambda keys: own_keys(keys, axis_name),

@@ -26,11 +26,12 @@ from ..mesh import (
 )
 from ..transform import ParameterTransform, first_states, of_one
 from ..transform import init as make_states
-from ..tree import check_floating, leaf_names
+from ..tree import check_arrays, leaf_names
 from ._batches import Placing
 from ._library_update import NOTHING, Access, LibraryUpdate
 from ._train_state import ReplicaState, StepExchange, TrainState, with_own_keys
 from .step._in_flight import StepsInFlight
+from .step._local_traffic import has_silent_updates
 from .step._phases import Mode, Phases
 from .step._settings import readers_of_programs
 from .step._states import is_gone, refuse_another_model
@@ -58,7 +59,7 @@ class ExchangingStep:
         self._names: list[str] = []  # of the parameters of the first state
         self._programs: dict[Any, Any] = {}
         self._in_flight = StepsInFlight()
-        is_silent = update.gradients is None
+        is_silent = has_silent_updates(update.gradients, self.sync)
         self._readers = readers_of_programs(mesh, axis_name, update.map_with, is_silent=is_silent)
 
     def init(self, state: PyTree) -> ReplicaState:
@@ -70,14 +71,15 @@ class ExchangingStep:
             own.
 
         Raises:
-          ValueError: leaves that are no arrays, parameters that are no floating-point arrays, or
-            trees that differ between processes.
+          ValueError: leaves that are no arrays, parameters that are no floating-point arrays,
+            functions that do not set what they get, or trees that differ between processes.
 
         Communication: none between replicas.
         """
+        check_arrays("with_exchange", state)
         state = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), state)
-        check_floating("with_exchange", self._update.params.get(state))
-        stacked = with_own_keys(replicate_as("state", state, **self._where), **self._where)
+        self._update.check(state)
+        stacked = with_own_keys("state", replicate_as("state", state, **self._where), **self._where)
         params = self._update.params.get(stacked)
         sync = self._bind(params)
         local, shared = first_states(sync, params, param_specs=sync.param_specs, **self._where)
@@ -325,8 +327,8 @@ def with_exchange(
       get_opt_state: `get_opt_state(state)`: the state of an optax optimizer, for `inner_state=`,
         `learning_rate="optimizer"`, and copies of parameters in it.
       set_opt_state: `set_opt_state(state, opt_state)`: the state with another one.
-      statistics: two functions, which read floating arrays that are averaged with the parameters,
-        such as batch statistics, and return the state with others; None: there are none.
+      statistics: two functions, which read a part of the state, such as batch statistics, and
+        return the state with another one; floating arrays in it are averaged with the parameters.
       gradients: a reduction of gradients, such as `js.all_reduce_gradients("replica")`, which
         `train_step` takes as `reduce_gradients=` and calls before its optimizer.
       in_axes: for each further argument 0 where its leading dimension, replicas * local batch, is
@@ -397,12 +399,12 @@ def with_exchange(
         )
     moments = NOTHING
     if reads_optimizer:
-        moments = Access(functions["get_opt_state"], functions["set_opt_state"])
+        moments = Access("opt_state", functions["get_opt_state"], functions["set_opt_state"])
     update = LibraryUpdate(
         *(train_step, in_axes, mesh, axis_name, map_with),
-        params=Access(get_params, set_params),
+        params=Access("params", get_params, set_params),
         moments=moments,
-        statistics=NOTHING if statistics is None else Access(*statistics),
+        statistics=NOTHING if statistics is None else Access("statistics", *statistics),
         gradients=None if gradients is None else optax.with_extra_args_support(gradients),
     )
     return ExchangingStep(update, sync, mode, donate)

@@ -5,6 +5,7 @@ from ..tree import TreePacking as TreePacking
 from ._algorithm import Algorithm as Algorithm
 from ._algorithm import Carry as Carry
 from ._algorithm import Event as Event
+from ._algorithm import InnerPeriods as InnerPeriods
 from ._algorithm import InnerState as InnerState
 from ._algorithm import Overlapped as Overlapped
 from ._algorithm import UpdateContext as UpdateContext
@@ -45,7 +46,7 @@ from ._gradients import gradient_transform as gradient_transform
 from ._gradients import over_stages as over_stages
 from ._gradients import spec_of as spec_of
 from ._inner_state import changed_moments as changed_moments
-from ._inner_state import check_inner_state as check_inner_state
+from ._inner_state import moment_events as moment_events
 from ._loss_program import LossProgram as LossProgram
 from ._optax_states import instead_of as instead_of
 from ._optax_states import known_states as known_states

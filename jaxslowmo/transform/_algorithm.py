@@ -24,6 +24,8 @@ from ._replica_group import ReplicaGroup
 
 InnerState = Literal["keep", "reset", "average"]
 """Whether an exchange keeps, resets or averages the moments of the inner optimizer."""
+InnerPeriods = InnerState | Mapping[str, int | Every]
+"""The same of all moments, or for each field of optax states when its moments are averaged."""
 
 
 class Carry(NamedTuple):
@@ -94,6 +96,7 @@ class Event:
         ...; 0 if their number is not known yet. None: it has one form.
       inner_state: what it does to the moments of the inner optimizer. Unless it keeps them, it does
         so itself, by `changed_moments`.
+      field: the field of optax states, such as "mu", whose moments it changes; None: all fields.
       missed: `missed(local, due)`: the local state after an update whose exchange is skipped, where
         `due`, a bool or a () bool array, says whether this event would have been due. None: it
         does not matter.
@@ -111,6 +114,7 @@ class Event:
     replaces: bool = False
     forms: int | None = None
     inner_state: InnerState = "keep"
+    field: str | None = None
     missed: Callable[[Any, Any], Any] | None = None
     is_unconditional: bool = False
 
@@ -281,8 +285,7 @@ class Algorithm:
                 due = [] if event.replaces else due
                 number = 0
                 if event.forms is not None:
-                    # Nor do they in updates in which a later event replaces them.
-                    number = t - 1 - skipped - _replaced(events[i + 1 :], t - 1)
+                    number = _exchanges(event, events[i + 1 :], t - 1) - skipped
                 due.append(event.named(number))
         return tuple(due)
 
@@ -290,7 +293,7 @@ class Algorithm:
         """Return the `skipped` of `phase` from the local state of one replica after update t."""
         for i, event in enumerate(self.events):
             if event.forms is not None and self.count is not None:
-                return t - self.count(local) - _replaced(self.events[i + 1 :], t)
+                return _exchanges(event, self.events[i + 1 :], t) - self.count(local)
         return 0
 
     def due(self, t: Any) -> Any:
@@ -299,10 +302,10 @@ class Algorithm:
 
     @property
     def schedules(self) -> tuple[Every, ...]:
-        """The schedules on which its phases depend."""
+        """The schedules on which its phases depend; forms take turns, as if by another one."""
         events = self.known_events()
         found = [x.due for x in events if isinstance(x.due, Every)]
-        return tuple(dict.fromkeys((*found, *(every(x.forms) for x in events if x.forms))))
+        return (*dict.fromkeys(found), *(every(x.forms) for x in events if x.forms))
 
     def run(
         self,
@@ -489,9 +492,13 @@ def _choice(due: Any, number: Any, otherwise: Any) -> Any:
     return jnp.where(due, number, otherwise)
 
 
-def _replaced(later: Sequence[Event], t: int) -> int:
-    """Return in how many of the updates 1 to `t` one of these events replaces those before it."""
-    return sum(_times(event.due, t) for event in later if event.replaces)
+def _exchanges(event: Event, later: Sequence[Event], t: int) -> int:
+    """Return in how many of the updates 1 to `t` an event runs, not replaced by a later one."""
+    replacing = [x for x in later if x.replaces]
+    if replacing and not (isinstance(event.due, Every) and event.due.is_always):
+        is_replaced = (any(x.due(i) for x in replacing) for i in range(1, t + 1))
+        return sum(bool(event.due(i)) for i, other in enumerate(is_replaced, 1) if not other)
+    return _times(event.due, t) - sum(_times(x.due, t) for x in replacing)
 
 
 def _times(due: Callable[[Any], Any], t: int) -> int:

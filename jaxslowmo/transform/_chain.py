@@ -200,7 +200,9 @@ def init(
     over = (mesh, axis_name, automatic, layouts_of(placed) if automatic else ())
     # `kept_with` refers to it weakly, and a bound method, as of optax.MultiSteps, is a new object.
     tx_init = tx.init
-    return kept_with(tx_init, over, lambda tx_init: _init_fn(tx_init, *over))(placed)
+    made = kept_with(tx_init, over, lambda tx_init: _init_fn(tx_init, *over))(placed)
+    # jax (0.10) leaves out arguments that a program does not use, and with them where they lie.
+    return on_mesh(made, mesh, axis_name)
 
 
 def _warn_of_copies(state: PyTree, followed: Counter[str]) -> None:

@@ -1,6 +1,7 @@
 """Moments in the state of the inner optimizer, which an exchange may reset or average."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 import jax
@@ -8,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
-from jax.tree_util import GetAttrKey
+from jax.tree_util import GetAttrKey, keystr
 
-from .._support.checks import ArgumentError
+from .._support.checks import ArgumentError, check_names
 from .._support.types import PyTree
-from ._algorithm import Carry, InnerState, UpdateContext, rounded
+from ._algorithm import Carry, Event, InnerPeriods, InnerState, UpdateContext, rounded
+from ._due import as_schedule
 from ._optax_states import moved_copies
 from ._replica_group import ReplicaGroup
 
@@ -23,6 +25,7 @@ def changed_moments(
     replicas: ReplicaGroup,
     context: UpdateContext,
     inner_state: InnerState,
+    field: str | None = None,
 ) -> Carry:
     """Return the carry after an exchange, the inner optimizer's moments kept, reset or averaged.
 
@@ -31,7 +34,8 @@ def changed_moments(
 
     Moments are the trees like the parameters. "reset" makes them those of `context.init`, and with
     them the arrays beside them in the same state, such as the counter of Adam's bias correction.
-    "average" makes them, and floating arrays beside them, their means. States without moments, such
+    "average" makes them, and floating arrays beside them, their means; with a `field` only those
+    which have this name in their states. States without moments, such
     as those of schedules, go on, and so does what a transform around others keeps, such as the sum
     of gradients of optax.MultiSteps.
 
@@ -43,24 +47,9 @@ def changed_moments(
     if inner_state == "keep":
         return carry
     params, after = context.part(carry.before), context.part(rounded(carry))
-    is_moment = _like(params)
-    places, treedef = jax.tree_util.tree_flatten_with_path(
-        moved_copies(carry.moments, context.part(rounded(old)), after),
-        is_leaf=lambda x: is_moment(x) or isinstance(x, optax.EmptyState),
-    )
-    nodes = {path[:-1] for path, x in places if is_moment(x)}
-    # Sums of gradients and copies of parameters, of a state that holds those of other transforms.
-    around = {node for node in nodes if any(_is_inside(node, path, x) for path, x in places)}
-    chosen = [i for i, (path, _) in enumerate(places) if path[:-1] in nodes - around]
-    for path, x in places:
-        if path[:-1] not in nodes and np.ndim(x) and _is_floating(x):
-            raise ArgumentError(
-                "inner_state",
-                f"`inner_state`={inner_state!r} changes what an optimizer keeps in trees like the "
-                f"parameters, and this one has {x.dtype}{list(x.shape)} in another form: leave out "
-                'what brings it there, or use inner_state="keep".',
-            )
-    parts = [x for _, x in places]
+    moments = moved_copies(carry.moments, context.part(rounded(old)), after)
+    parts, treedef, names = _parts(moments, params)
+    chosen = [i for i, name in names.items() if field in (None, name)]
     if inner_state == "reset":
         assert context.init is not None, "checked by the transform"
         fresh = treedef.flatten_up_to(context.init(after))
@@ -69,6 +58,7 @@ def changed_moments(
         return carry._replace(moments=treedef.unflatten(parts))
     floating = [i for i in chosen if _is_floating(parts[i])]
     trees, specs = [parts[i] for i in floating], replicas.param_specs
+    is_moment = _like(params)
     if specs is not None:
         specs = [_specs(x, params, context.part(specs)) if is_moment(x) else P() for x in trees]
     # A codec is for parameters: the smallest second moments would become 0 in float16.
@@ -78,14 +68,80 @@ def changed_moments(
     return carry._replace(moments=treedef.unflatten(parts))
 
 
+def moment_events(
+    owner: str, inner_state: InnerPeriods, group: ReplicaGroup
+) -> tuple[InnerState, tuple[Event, ...]]:
+    """Return what an exchange of parameters does to moments, and the events of moments alone.
+
+    The latter follow those of the parameters, which may replace what is before them.
+
+    Raises:
+      ValueError: an argument `inner_state` that is no `InnerPeriods`, or a period below 1.
+    """
+    if not isinstance(inner_state, Mapping):
+        return check_inner_state(owner, inner_state), ()
+
+    def run(carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, field: str) -> Carry:
+        return changed_moments(carry, carry, replicas, context, "average", field)
+
+    return "keep", tuple(
+        Event(
+            field,
+            as_schedule(period, "inner_state"),
+            functools.partial(run, field=field),
+            group,
+            inner_state="average",
+            field=field,
+        )
+        for field, period in inner_state.items()
+    )
+
+
+def check_fields(owner: str, fields: list[str], moments: PyTree, params: PyTree) -> None:
+    """Raise `ValueError` for names that no field with moments has in an optimizer's state."""
+    if fields:
+        parts, _, names = _parts(moments, params)
+        known = {name: None for i, name in names.items() if _is_floating(parts[i])}
+        check_names(f"{owner}: `inner_state`", fields, list(known), "moments of this optimizer")
+
+
 def check_inner_state(owner: str, inner_state: Any) -> InnerState:
     """Return the argument `inner_state`; raise `ValueError` unless it is one."""
     if inner_state not in get_args(InnerState):
         raise ArgumentError(
             "inner_state",
-            f"{owner}: `inner_state` must be one of {get_args(InnerState)}, got {inner_state!r}.",
+            f"{owner}: `inner_state` must be one of {get_args(InnerState)}, or map fields of optax "
+            f'states to periods, such as {{"mu": js.every(96)}}, got {inner_state!r}.',
         )
     return inner_state
+
+
+def _parts(moments: PyTree, params: PyTree) -> tuple[list[Any], Any, dict[int, str]]:
+    """Return the parts of an optimizer's state, its structure, and the names of some of them.
+
+    Those, by their positions, are the moments and what stands beside them.
+    """
+    is_moment = _like(params)
+    places, treedef = jax.tree_util.tree_flatten_with_path(
+        moments, is_leaf=lambda x: is_moment(x) or isinstance(x, optax.EmptyState)
+    )
+    nodes = {path[:-1] for path, x in places if is_moment(x)}
+    # Sums of gradients and copies of parameters, of a state that holds those of other transforms.
+    around = {node for node in nodes if any(_is_inside(node, path, x) for path, x in places)}
+    for path, x in places:
+        if path[:-1] not in nodes and np.ndim(x) and _is_floating(x):
+            raise ArgumentError(
+                "inner_state",
+                "`inner_state` changes what an optimizer keeps in trees like the parameters, and "
+                f"this one has {x.dtype}{list(x.shape)} in another form: leave out what brings it "
+                'there, or use inner_state="keep".',
+            )
+    names = {
+        i: keystr(path[-1:], simple=True)
+        for i, (path, _) in enumerate(places)
+        if path[:-1] in nodes - around
+    }
+    return [x for _, x in places], treedef, names
 
 
 def _is_inside(node: tuple[Any, ...], path: tuple[Any, ...], x: Any) -> bool:

@@ -24,6 +24,7 @@ from ..tree import (
 from ._algorithm import Algorithm, Carry, UpdateContext
 from ._checks import check_varying, check_weight, unless_idle
 from ._due import Communicate, increment, instants
+from ._inner_state import check_fields
 from ._optax_states import moving_states
 from ._replica_group import ReplicaGroup, check_axis_argument
 from ._stacked import StackedReplicas
@@ -300,6 +301,8 @@ class _Pair:
                 'js.chain, not an optax.chain, or inner_state="keep".',
             )
         algorithm = self._bound(params, stacked)
+        fields = [event.field for event in algorithm.events if event.field is not None]
+        check_fields(owner, fields, moments, part(params))
         groups = [group.placed(stacked, self._specs) for group in algorithm.groups]
         self._check_axes(groups)
         share = check_weight(owner, weight)

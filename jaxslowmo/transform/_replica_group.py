@@ -347,6 +347,21 @@ class ReplicaGroup:
 
         return self._joined(run, x)
 
+    def all_numbers(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return this replica's place, () int32, among the () numbers of all, (replicas,).
+
+        Communication: one all-gather of the number.
+        """
+
+        def run(group: ReplicaGroup, x: jax.Array) -> list[jax.Array]:
+            return [lax.axis_index(group.axes), lax.all_gather(x, group.axes)]
+
+        number, every = jnp.zeros([], jnp.int32), jnp.zeros([self.size], x.dtype)
+        own, all_of_them = self.run(
+            run, [self.own(x, [P()])], self.own(number, [P()]), self.own(every, [P()])
+        )
+        return own, all_of_them
+
     def agree(self, flag: jax.Array) -> jax.Array:
         """Return whether the () bool `flag` is True on all replicas.
 

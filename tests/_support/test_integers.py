@@ -70,6 +70,8 @@ COUNTS = {
     "alone_bytes": lambda n: js.all_reduce_gradients("replica", alone_bytes=n),
     "max_buckets": lambda n: js.all_reduce_gradients("replica", max_buckets=n),
     "k of top_k": lambda n: js.all_reduce_gradients("replica", hook=js.hooks.top_k(k=n)),
+    "top_k": lambda n: js.demo("replica", top_k=n),
+    "chunk": lambda n: js.demo("replica", chunk=n),
     "block_size": lambda n: js.all_reduce_gradients("replica", hook=js.hooks.int8(block_size=n)),
     "start_step": lambda n: js.all_reduce_gradients(
         "replica", hook=js.hooks.powersgd(start_step=n)

@@ -47,6 +47,13 @@ def rounds(*args, **events):
     return {f"round {i}": permutes(*args) for i in (0, 1)} | events
 
 
+TWO_PERCENT = 4 * (-(-96 * 64 // 50) + -(-64 * 33 // 50) + 1 + 1) + 2 * 1
+
+
+def pairs(num_bytes, count=1):
+    return {f"round {i}": {("collective-permute", count, num_bytes)} for i in range(4)}
+
+
 local = functools.partial(js.local_sgd, "replica", sync_every=2)
 sgp = functools.partial(js.sgp, "replica")
 slow = functools.partial(js.slowmo, "replica", sync_every=4)
@@ -75,6 +82,11 @@ SENT = {
     "diloco": (diloco(), {"slow": sharded()}),
     "diloco whole": (diloco(shard_state=False), {"slow": WHOLE}),
     "only_finite": (js.only_finite(diloco()), {"slow": sharded(1)}),
+    "noloco": (js.noloco("replica", sync_every=4), pairs(SLOW_BYTES)),
+    "noloco with a pull": (js.noloco("replica", pull=0.5), pairs(2 * SLOW_BYTES, 2)),
+    "noloco in 16 bits": (js.noloco("replica", codec=FLOAT16), pairs(SLOW_BYTES // 2)),
+    # Of every 50 elements of a leaf one, in one buffer for each dtype.
+    "sparta": (js.sparta("replica", share=0.02), {"sample": {("all-reduce", 2, TWO_PERCENT)}}),
     "sgp": (sgp(), rounds(1)),
     "sgp in 16 bits": (sgp(graph=RING, codec=BFLOAT16), {"round 0": permutes(1, False, NARROW)}),
     # All nodes keep the same share, so all weights move alike, and nobody sends them.
@@ -93,7 +105,7 @@ SENT = {
         rounds(2, True) | {"round 1+slow": permutes(2, True)},
     ),
 }  # fmt: skip
-BY_THE_HOST = ("slowmo", "slowmo inexact", "only_finite", "slow irregular inexact")
+BY_THE_HOST = ("slowmo", "noloco", "slowmo inexact", "only_finite", "slow irregular inexact")
 
 
 def summed(found):

@@ -10,6 +10,7 @@ import pytest
 
 import jaxslowmo as js
 from support import oracle
+from support.places import drawn
 from support.side_by_side import RATES, check_oracle, compare, run_together, schedule
 from support.transforms import IRREGULAR
 
@@ -64,6 +65,20 @@ def gossip(graph=None, mixing=None, overlap=0, **options):
     return base, {"gossip": oracle.Gossip(matrices, overlap)}
 
 
+def pairs(pull=None, **options):
+    graph = js.topology.random_matching(NODES, seed=3)
+    matrices = [js.topology.mixing_matrix(graph, None, r) for r in range(graph.num_rounds)]
+    base = functools.partial(js.noloco, "replica", sync_every=2, graph=graph, pull=pull, **options)
+    return base, {"other": oracle.Pairs(matrices, 2, 0.5, 0.7, 0.7 if pull is None else pull)}
+
+
+def sample(every, share=0.2, **options):
+    base = functools.partial(js.sparta, "replica", sync_every=every, share=share, **options)
+    seed = options.get("seed", 0)
+    places = functools.partial(drawn, block=round(1 / share), seed=seed)
+    return base, {"other": oracle.Sample(places, every)}
+
+
 def slow(momentum=0.5, **options):
     return oracle.Outer(4, momentum, gamma=lambda t: RATES[t], **options)
 
@@ -81,6 +96,11 @@ CASES = {
     "slowmo nesterov": Case(*average(), slow(0.8, rate=0.7, nesterov=True), {"bucket_bytes": 512}),
     "slowmo inexact": Case(*average(), slow(exact=False)),
     "diloco": Case(None, {}, oracle.Outer(4, 0.9, 0.7, nesterov=True)),
+    "noloco": Case(*pairs(bucket_bytes=64)),
+    "noloco with a pull": Case(*pairs(0.9)),
+    "sparta": Case(*sample(1, bucket_bytes=64)),
+    "sparta rarely": Case(*sample(2, 0.5, seed=7)),
+    "slow sparta": Case(*sample(1), slow()),
     "sgp": Case(*gossip()),
     "sgp ring": Case(*gossip(RING, push_sum=False, bucket_bytes=64)),
     "sgp irregular": Case(*gossip(IRREGULAR, bucket_bytes=512)),
@@ -101,9 +121,17 @@ CASES = {
     "slow gossip inexact later": Case(*gossip(IRREGULAR, UNEVEN, overlap=3), slow(exact=False)),
 }
 ALL = tuple(CASES)
-MAIN = ("slowmo", "slowmo inexact", "diloco", "sgp irregular later", "slow irregular")
+MAIN = (
+    "slowmo",
+    "slowmo inexact",
+    "diloco",
+    "noloco with a pull",
+    "sparta",
+    "sgp irregular later",
+    "slow irregular",
+)
 # One program per phase: fewer chains, and steps enough for a slow one and what follows.
-HOST = ("slowmo", "slow even later", "slow gossip inexact")
+HOST = ("slowmo", "slow even later", "slow gossip inexact", "noloco", "slow sparta")
 HOST_STEPS = 6
 
 

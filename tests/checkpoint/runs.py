@@ -34,6 +34,8 @@ SYNCS: dict[str, Callable[[], js.ParameterTransform | None]] = {
     "own anchors": lambda: js.slowmo(
         "replica", base=js.sgp("replica"), sync_every=PERIOD, exact_average=False
     ),
+    "sparta": lambda: js.sparta("replica", share=0.1),
+    "noloco": lambda: js.noloco("replica", sync_every=2, graph=js.topology.ring),
     "diloco": lambda: js.diloco("replica", sync_every=PERIOD, outer_optimizer=optax.adam(0.1)),
     "two levels": lambda: js.hierarchical_local_sgd({"device": 2, ("node", "device"): PERIOD}),
 }

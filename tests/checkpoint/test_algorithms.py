@@ -25,6 +25,7 @@ ALGORITHMS = {
     "local_sgd": lambda: js.local_sgd("replica", sync_every=2),
     "int8": lambda: js.local_sgd("replica", sync_every=2, codec=INT8),
     "sgp": lambda: js.sgp("replica", overlap=2),
+    "noloco": lambda: js.noloco("replica", sync_every=2, graph=js.topology.ring),
     "slowmo": lambda: slowmo(js.local_sgd("replica", sync_every=2)),
     "own anchors": lambda: slowmo(js.sgp("replica"), exact_average=False),
     "late": lambda: diloco(delay=2),

@@ -21,7 +21,7 @@ def trained(step, replicas: int, updates: int):
 def consensus(state: js.TrainState) -> dict[str, np.ndarray]:
     """Return the sum of all mass over the sum of all weights, in float64."""
     params, sync = state.params, state.exchange
-    gossip = sync.local["base"] if isinstance(sync.local, dict) else sync.local
+    gossip = sync.local.get("base") if isinstance(sync.local, dict) else sync.local
     terms = [(np.ones(len(state.step)), params)]
     if isinstance(gossip, js.algorithms.PushSumState):
         terms = [(gossip.weight, params), *((a.weight, a.mean) for a in gossip.in_flight)]
@@ -44,6 +44,7 @@ def momentum(state: js.TrainState):
 NOTES = {
     "slowmo over sgp": ("push-sum", "in flight", "kept exactly", "averaged", "PRNG"),
     "own anchors": ("anchor and slow momentum of its own",),
+    "noloco": ("anchor and slow momentum of its own", "averaged"),
     "all_reduce": ("error feedback", "Counters go on"),
 }
 

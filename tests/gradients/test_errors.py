@@ -43,6 +43,10 @@ def sharded(specs):
     return jax.eval_shape(mapped, {"w": jnp.ones((2, 4))})
 
 
+def demo(axis_name="replica", **options):
+    return js.demo(axis_name, **options)
+
+
 def float8(make):
     tx = js.all_reduce_gradients("replica", hook=make())
     grads = {"net": {"small": jnp.ones((4, 3), jnp.float8_e5m2)}}
@@ -61,6 +65,8 @@ REDUCER = {
     **wrong(HOOKS.int8, block_size=0, seed=0.5),
     **wrong(HOOKS.fp8, format="e3m4"),
     **wrong(HOOKS.top_k, ratio=1.01, k=0),
+    **wrong(demo, compression_decay=1.0, top_k=0, chunk=0, axis_name=3),
+    "no decay": Refusal(lambda: demo(compression_decay=-0.1), "`compression_decay`", -0.1),
     "ratio 0": Refusal(lambda: HOOKS.top_k(0.0), "`ratio`", 0.0),
     "ratio and k": Refusal(lambda: HOOKS.top_k(ratio=0.1, k=3), "`ratio`", "`k`"),
     "large leaves whole and split": Refusal(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_BLOCK = re.compile(r"^```(python|diff title=.*?)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _OUTPUT = re.compile(r"^```text\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SETTING = "Setting"
 # The loops that recipes for optax give a transform to.
@@ -22,8 +22,26 @@ TPU = ("Compile for a TPU without one", "How to read a compiled program")
 
 
 def sections(page: str) -> dict[str, list[str]]:
-    """Return code blocks by heading; those before the first heading are under ""."""
-    return {title: _BLOCK.findall(text) for title, text in _texts(page).items()}
+    """Return code blocks by heading; those before the first heading are under "".
+
+    A diff with a title is the program that it makes of the block before it.
+    """
+    found: dict[str, list[str]] = {}
+    for title, text in _texts(page).items():
+        programs = found[title] = []
+        for kind, block in _BLOCK.findall(text):
+            programs.append(block if kind == "python" else changed(programs[-1], block))
+    return found
+
+
+def changed(program: str, diff: str) -> str:
+    """Return a program with the changes of a diff, whose parts are separated by lines of @@."""
+    for part in diff.split("@@\n"):
+        lines = part.splitlines(keepends=True)
+        old, new = ("".join(x[1:] for x in lines if x[0] != mark) for mark in "+-")
+        assert program.count(old) == 1, f"the program does not have this once:\n{old}"
+        program = program.replace(old, new)
+    return program
 
 
 def outputs(page: str, title: str) -> list[str]:
@@ -32,8 +50,8 @@ def outputs(page: str, title: str) -> list[str]:
 
 
 def num_blocks(page: str) -> int:
-    """Count the Python blocks on the page and those below it, however they are indented."""
-    return len(re.findall(r"^\s*```python", _read(page), flags=re.MULTILINE))
+    """Count the blocks on the page and those below it, however they are indented."""
+    return len(re.findall(r"^\s*```(?:python|diff title)", _read(page), flags=re.MULTILINE))
 
 
 def of_recipe(title: str) -> pytest.MarkDecorator:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,54 @@ class Gossip:
         late = max(0, self.overlap - 1)
         ones = np.ones((x.shape[0], *[1] * (x.ndim - 1)))
         return Nodes(self, ones, [(0 * x, 0 * ones) for _ in range(late)])
+
+
+@dataclass
+class Pairs:
+    """NoLoCo: every `every` updates, with means of two replicas, the mixing of each exchange
+
+    v <- alpha v + beta mean(theta - phi) - gamma (phi - mean(phi));   phi <- phi + v
+    """
+
+    matrices: Sequence[np.ndarray]
+    every: int
+    alpha: float
+    beta: float
+    gamma: float
+
+    def start(self, x: np.ndarray) -> Callable[[int, np.ndarray], np.ndarray]:
+        phi, v, exchanges = x.copy(), np.zeros_like(x), 0
+
+        def exchange(t: int, theta: np.ndarray) -> np.ndarray:
+            nonlocal phi, v, exchanges
+            if t % self.every:
+                return theta
+            pair = self.matrices[exchanges % len(self.matrices)]
+            ahead, centre = (np.einsum("ij,j...->i...", pair, y) for y in (theta - phi, phi))
+            v = self.alpha * v + self.beta * ahead - self.gamma * (phi - centre)
+            phi, exchanges = phi + v, exchanges + 1
+            return phi.copy()
+
+        return exchange
+
+
+@dataclass
+class Sample:
+    """SPARTA: every `every` updates the mean of `places(t, size)` of a leaf's elements."""
+
+    places: Callable[[int, int], np.ndarray]
+    every: int
+
+    def start(self, x: np.ndarray) -> Callable[[int, np.ndarray], np.ndarray]:
+        def exchange(t: int, x: np.ndarray) -> np.ndarray:
+            if t % self.every:
+                return x
+            flat = x.reshape(len(x), -1).copy()
+            at = self.places(t, flat.shape[1])
+            flat[:, at] = flat[:, at].mean(0)
+            return flat.reshape(x.shape)
+
+        return exchange
 
 
 @dataclass
@@ -88,6 +137,7 @@ def train(
     inner_momentum: float = 0.0,
     average_every: int | None = None,
     gossip: Gossip | None = None,
+    other: Any = None,
     outer: Outer | None = None,
     paused: Collection[int] = (),
 ) -> np.ndarray:
@@ -100,6 +150,8 @@ def train(
       inner_momentum: momentum of SGD, as in torch and optax.
       average_every: period of LocalSGD.
       gossip: gossip in every update, instead of LocalSGD.
+      other: another algorithm, whose `start(x)` returns a function of an update's number and the
+        parameters that returns those after its exchange.
       outer: slow momentum or DiLoCo.
       paused: updates (from 1) in which nothing is exchanged.
 
@@ -110,6 +162,7 @@ def train(
     trace, anchor = np.zeros_like(x), x.copy()
     velocity, gamma_before = np.zeros_like(x), 1.0  # velocity = gamma * m
     nodes = None if gossip is None else gossip.start(x)
+    exchange = None if other is None else other.start(x)
     history = []
     for step, grad in enumerate(grads.astype(np.float64)):
         trace = inner_momentum * trace + grad
@@ -119,6 +172,8 @@ def train(
         base_exchanges = talk and not (slow and outer.exact)
         if nodes is None:
             x = x + u
+            if base_exchanges and exchange is not None:
+                x = exchange(step + 1, x)
             if base_exchanges and average_every and (step + 1) % average_every == 0:
                 x = mean(x)
         else:

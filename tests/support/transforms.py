@@ -14,6 +14,11 @@ def slowmo_over_local(**options):
     return js.slowmo("replica", base=base, sync_every=4, momentum=0.5, **options)
 
 
+def pairs(**options):
+    graph = js.topology.random_matching(4)
+    return js.noloco("replica", sync_every=2, graph=graph, **options)
+
+
 BFLOAT16 = js.codecs.bfloat16(error_feedback=True)
 FLOAT16 = js.codecs.float16(error_feedback=True)
 IRREGULAR = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
@@ -32,6 +37,7 @@ TRANSFORMS = {
     "all_reduce_gradients top_k": lambda: js.all_reduce_gradients(
         "replica", hook=js.hooks.top_k(0.2)
     ),
+    "demo": lambda: js.demo("replica", compression_decay=0.9, top_k=2, chunk=3),
     "accumulate": lambda: js.accumulate(js.all_reduce_gradients("replica"), every=2),
     "hierarchical_local_sgd": lambda: js.hierarchical_local_sgd({"replica": 2}),
     "all_reduce_rows": lambda: js.all_reduce_rows(
@@ -52,11 +58,19 @@ TRANSFORMS = {
     "slowmo over only_finite": lambda: js.slowmo(
         "replica", base=js.only_finite(js.local_sgd("replica", sync_every=2)), sync_every=4
     ),
+    "noloco": lambda: pairs(),
+    "noloco with a pull": lambda: pairs(pull=0.9, bucket_bytes=8),
+    "noloco in 16 bits": lambda: pairs(codec=BFLOAT16),
     "sgp": lambda: js.sgp("replica", graph=IRREGULAR),
     "sgp late": lambda: js.sgp("replica", graph=IRREGULAR, overlap=1, bucket_bytes=8),
     "sgp later": lambda: js.sgp("replica", graph=IRREGULAR, overlap=3),
     "sgp in 16 bits": lambda: js.sgp("replica", graph=IRREGULAR, overlap=2, codec=BFLOAT16),
     "sgp on one round": lambda: js.sgp("replica", graph=js.topology.ring(4)),
+    "sparta": lambda: js.sparta("replica", share=0.3, sync_every=2),
+    "sparta in 16 bits": lambda: js.sparta("replica", codec=BFLOAT16, bucket_bytes=8, sync_every=2),
+    "slowmo over sparta": lambda: js.slowmo(
+        "replica", base=js.sparta("replica", share=0.3), sync_every=4
+    ),
     "skip_unused": lambda: js.skip_unused(
         optax.chain(js.all_reduce_gradients("replica"), optax.sgd(0.1, momentum=0.9)), "replica"
     ),
@@ -72,6 +86,10 @@ TRANSFORMS = {
         "replica", base=js.sgp("replica", graph=IRREGULAR), sync_every=4, exact_average=False
     ),
     "diloco": lambda: js.diloco("replica", sync_every=2),
+    "diloco rda": lambda: js.diloco("replica", sync_every=2, aggregate="rda"),
+    "diloco by norms": lambda: js.diloco(
+        "replica", sync_every=2, aggregate=js.norm_weighted(damping=0.5)
+    ),
     "dynamic_loss_scale": lambda: js.dynamic_loss_scale(
         optax.chain(js.all_reduce_gradients("replica"), optax.sgd(0.1, momentum=0.9)),
         initial=2.0,

@@ -30,6 +30,10 @@ ALGORITHMS = {
     },
     "sgp": {"sync": js.sgp("replica")},
     "averaged gradients": {"sync": js.local_sgd("replica", sync_every=2), **MEAN},
+    "demo": {
+        "sync": js.local_sgd("replica", sync_every=2),
+        "gradients": js.demo("replica", top_k=2, chunk=4),
+    },
 }
 DOORS = {"make_train_step": lambda state: state.params, "with_exchange": lambda s: s.state[0]}
 

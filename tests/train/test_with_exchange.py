@@ -183,6 +183,36 @@ def test_statistics_are_averaged_whenever_parameters_are():
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["", "weights"])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_of_statistics_the_floating_arrays_are_averaged(mesh, weights):
+    """Counters and keys beside them are each replica's own."""
+
+    def train_step(state, batch):
+        new, metrics = stepped(state, batch)
+        mean, n, key = state["model"]
+        moved = 0.9 * mean + 0.1 * batch.mean(0), n + 1, jax.random.split(key)[0]
+        return new | {"model": moved}, metrics
+
+    part = lambda state: state["model"], lambda state, new: state | {"model": new}
+    mesh, key = MESHES[mesh](), jax.random.key(1)
+    step = js.with_exchange(train_step, SYNCS["local_sgd"](), mesh=mesh, statistics=part, **PARTS)
+    first = np.zeros(WIDTH, np.float32), np.int32(0), key
+    state = step.init(start(placed(mesh)) | {"model": first})
+    state, _ = run(step, state, **({} if weights is None else {"weight": weights}))
+    mean, n, keys = state.state["model"]
+    assert n.tolist() == ([7] * REPLICAS if weights is None else [7, 3, 7, 7])
+    assert len(np.unique(jax.random.key_data(keys), axis=0)) == REPLICAS
+    expected = np.zeros((REPLICAS, WIDTH))
+    for t, batch in enumerate(BATCHES, 1):
+        weight = np.ones(REPLICAS) if weights is None else weights[t - 1]
+        moved = 0.9 * expected + 0.1 * batch.reshape(REPLICAS, 2, WIDTH).mean(1)
+        expected = np.where(weight[:, None] > 0, moved, expected)
+        if t % 2 == 0:
+            expected = np.tile(np.average(expected, axis=0, weights=weight), (REPLICAS, 1))
+    assert_close(mean, expected)
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["", "weights"])
 @pytest.mark.parametrize(
     ("mesh", "map_with"), [("virtual", "shard_map"), ("devices", "vmap"), ("fsdp", "shard_map")]
 )
@@ -310,3 +340,74 @@ def test_fragments_are_those_of_one_model():
     assert step.phase(4) == step.next_phase(state, 3)
     with pytest.raises(ValueError, match=r"only one of the two has \['more'\]"):
         step.init(start(PARAMS | {"more": np.zeros(WIDTH, np.float32)}))
+
+
+def test_functions_that_do_not_set_what_they_get_are_refused():
+    """Else parameters would never be exchanged, and nothing would say so."""
+    pairs = {
+        "params": (PARTS["get_params"], PARTS["set_params"]),
+        "opt_state": (MOMENTS["get_opt_state"], MOMENTS["set_opt_state"]),
+        "statistics": (lambda state: state["mean"], lambda state, new: state | {"mean": new}),
+    }
+    wrong = {
+        "old ones": lambda get, put: (get, lambda state, new: state),
+        "in another form": lambda get, put: (lambda state: (get(state),), put),
+    }
+
+    def made(pairs):
+        (get, put), (get_opt, put_opt), statistics = pairs.values()
+        return js.with_exchange(
+            stepped, SYNCS["diloco"](), mesh=MESHES["virtual"](), statistics=statistics,
+            get_params=get, set_params=put, get_opt_state=get_opt, set_opt_state=put_opt,
+        )  # fmt: skip
+
+    one = start(PARAMS) | {"mean": np.zeros(3, np.float32)}
+    made(pairs).init(one)
+    for name, pair in pairs.items():
+        for message, change in wrong.items():
+            step = made(pairs | {name: change(*pair)})
+            with pytest.raises(ValueError, match=f"functions for `{name}` .*{message}"):
+                step.init(one)
+
+
+@pytest.mark.parametrize("mesh", ["virtual", "devices"])
+@pytest.mark.parametrize(
+    ("returned", "what"),
+    [
+        (lambda state, metrics: state, "dict"),
+        (lambda state, metrics: (metrics["loss"], state), "a pair that begins with .* 1 arrays"),
+        (lambda state, metrics: (state, metrics, 0), "tuple"),
+        (lambda state, metrics: ({"params": state["params"]}, metrics), "dict of 3 arrays"),
+        (lambda state, metrics: None, "NoneType"),
+    ],
+)
+def test_a_step_that_returns_something_else_is_refused_by_name(mesh, returned, what):
+    def train_step(state, batch):
+        return returned(*stepped(state, batch))
+
+    step = js.with_exchange(train_step, SYNCS["diloco"](), mesh=MESHES[mesh](), **PARTS)
+    with pytest.raises(
+        ValueError, match=rf"`train_step` must return .*dict of 11 arrays, .*{what}"
+    ):
+        step(step.init(start(PARAMS)), BATCHES[0])
+
+
+def test_other_leaves_are_named():
+    step = js.with_exchange(stepped, SYNCS["diloco"](), mesh=MESHES["virtual"](), **PARTS)
+    for leaf in jax.nn.relu, "batch", b"raw", object():
+        with pytest.raises(ValueError, match=rf"with_exchange: .* got act \({type(leaf).__name__}"):
+            step.init(start(PARAMS) | {"act": leaf})
+    with pytest.warns(UserWarning, match="`state`: key looks like a PRNG key without a type"):
+        step.init(start(PARAMS) | {"key": jax.random.PRNGKey(0)})
+
+
+@pytest.mark.parametrize("shape", [(2,), (4,)])
+def test_counters_beside_typed_keys_are_no_keys(shape):
+    """A warning is an error in this suite; the counters of nnx, of 4 layers, look like raw keys."""
+    state = start(PARAMS) | {"key": jax.random.key(0), "counts": np.zeros(shape, np.uint32)}
+    step = js.with_exchange(
+        stepped, js.local_sgd("replica"), mesh=js.virtual_mesh({"replica": REPLICAS}), **PARTS
+    )
+    replicas, _ = step(step.init(state), BATCHES[0])
+    assert len({str(jax.random.key_data(x)) for x in replicas.state["key"]}) == REPLICAS
+    np.testing.assert_array_equal(replicas.state["counts"], np.zeros((REPLICAS, *shape)))

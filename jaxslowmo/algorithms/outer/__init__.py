@@ -1,5 +1,11 @@
 """An outer optimizer that moves all replicas once in a while: slowmo and diloco."""
 
+from ._aggregate import Aggregate as Aggregate
+from ._aggregate import NormWeighted as NormWeighted
+from ._aggregate import RadialDirectional as RadialDirectional
+from ._aggregate import checked_aggregate as checked_aggregate
+from ._aggregate import norm_weighted as norm_weighted
+from ._aggregate import rda as rda
 from ._fragments import Fragments as Fragments
 from ._fragments import Layers as Layers
 from ._fragments import layers as layers

@@ -29,17 +29,19 @@ from ...transform import (
     Carry,
     Event,
     Every,
+    InnerPeriods,
     InnerState,
     ReplicaGroup,
     UpdateContext,
     around,
     changed_moments,
-    check_inner_state,
+    moment_events,
     over_stages,
     run_if,
 )
 from ...tree import Staged, added, at_least_float32, parts_of, subtracted, widen_updates
 from .._error_feedback import first_memory, has_leaves, kept, part_to_send
+from ._aggregate import NormWeighted, RadialDirectional
 from ._blocks import Displaced, slow_step, slow_step_in_blocks
 from ._delay import (
     NOTHING,
@@ -127,7 +129,9 @@ class _Outer:
       fragments: the fragments.
       delay: number of updates between taking what is sent and applying its mean.
       merge: the share of a replica's own progress that a slow step keeps, in [0, 1].
-      inner_state: what a slow step does to the moments of the inner optimizer.
+      inner_state: what a slow step does to the moments of the inner optimizer, or the periods in
+        which they are averaged.
+      aggregate: how the displacements of replicas become one; None: by their mean.
       known: the fragments of the parameters that it is bound to; () before that.
     """
 
@@ -143,7 +147,8 @@ class _Outer:
     fragments: Fragments = 1
     delay: int = 0
     merge: float = 0.0
-    inner_state: InnerState = "keep"
+    inner_state: InnerPeriods = "keep"
+    aggregate: RadialDirectional | NormWeighted | None = None
     known: tuple[Fragment, ...] = ()
 
     def __post_init__(self) -> None:
@@ -172,14 +177,18 @@ class _Outer:
                 f"nothing to spread or to keep; got fragments={self.fragments!r}, "
                 f"delay={self.delay!r}, merge={merge!r}."
             )
-        check_inner_state(owner, self.inner_state)
-        if self.inner_state != "keep" and (self.fragments != 1 or not self.exact_average):
+        if self.to_moments != "keep" and (self.fragments != 1 or not self.exact_average):
             raise ArgumentError(
                 "inner_state",
                 f'{owner}: `inner_state` must be "keep" with several `fragments`, since it changes '
                 "all moments at once, and without an exact average, which exchanges nothing; got "
                 f"{self.inner_state!r}.",
             )
+
+    @property
+    def to_moments(self) -> InnerState:
+        """What a slow step does to all moments."""
+        return moment_events(self.owner, self.inner_state, self.group)[0]
 
     @property
     def is_spread(self) -> bool:
@@ -204,6 +213,12 @@ class _Outer:
         elif self.fragments != 1 and parts_of(params, Staged):  # cut along the last dimension
             group = group.over(without=(lambda name: True, -1))
         known = self.known if params is None else self.divided(params)
+        if self.aggregate is not None and parts_of(params, Staged):
+            raise ArgumentError(
+                "aggregate",
+                f'{self.owner}: `aggregate` must be "mean" for a model in stages, each of which '
+                f"has its own leaves, got {self.aggregate!r}.",
+            )
         # A base that has all of its shared state on each replica has no use for blocks.
         fits = base.is_sharded or base.shared is ALONE.shared
         # Each stage steps its own leaves, in a branch that the others do not take, so no norm there
@@ -277,7 +292,7 @@ class _Outer:
                 run = functools.partial(run, number=turn.number)
                 return Event(turn.event(name), due, run, self.group, **options)
 
-            of_slow = {"replaces": self.replaces_base, "inner_state": self.inner_state}
+            of_slow = {"replaces": self.replaces_base, "inner_state": self.to_moments}
             if not self.delay:
                 events.append(event(SLOW, turn.schedule, self.slow, **of_slow))
                 continue
@@ -291,7 +306,7 @@ class _Outer:
                 event(TAKE, turn.takes, self.take, missed=missed),
                 event(SLOW, turn.schedule, self.land, missed=missed, **of_slow),
             ]
-        return tuple(events)
+        return (*events, *moment_events(self.owner, self.inner_state, self.group)[1])
 
     # The state.
 
@@ -389,7 +404,7 @@ class _Outer:
                 values = jax.tree.map(subtracted, state["anchor"], carry.params)
             else:
                 x, mass = self.weighted(carry, context)
-                values = fragment.of(x)
+                values, mass = self.judged(fragment, fragment.of(x), mass, replicas, carry)
                 if self.group.codec is None:
                     displaced = self.displacement(mass, replicas, context)
                 else:
@@ -458,12 +473,20 @@ class _Outer:
     ) -> Displaced:
         """Return the function that makes D of weighted parameters and the anchor."""
         # sum x / sum w is the exact mean of weighted and push-sum parameters too.
+        aggregate = self.aggregate
+        if isinstance(aggregate, RadialDirectional):
+
+            def merged(replicas: ReplicaGroup, x: PyTree, anchor: PyTree) -> PyTree:
+                return aggregate.merged(own_displacement(x, mass, anchor), mass, replicas)
+
+            return merged
+
         total = None if mass is None else replicas.mean_number(mass)
 
         def mean_of(leaf: jax.Array, old: jax.Array) -> jax.Array:
             if total is None:
                 return leaf
-            if context.weight is None:
+            if context.weight is None and aggregate is None:
                 return leaf / total.astype(leaf.dtype)
             # If all have run out of data, the anchor stays.
             return jnp.where(total > 0, quotient(leaf, total), old)
@@ -473,6 +496,22 @@ class _Outer:
             return jax.tree.map(subtracted, anchor, mean)
 
         return displaced
+
+    def judged(
+        self,
+        fragment: Fragment,
+        x: PyTree,
+        mass: jax.Array | None,
+        replicas: ReplicaGroup,
+        carry: Carry,
+    ) -> tuple[PyTree, jax.Array | None]:
+        """Return weighted parameters and their weight, less of a replica that moved too far."""
+        if not isinstance(self.aggregate, NormWeighted):
+            return x, mass
+        v = own_displacement(x, mass, fragment.of(carry.shared["anchor"]))
+        factor = self.aggregate.factor(v, mass, replicas)
+        x = jax.tree.map(lambda leaf: scaled(leaf, factor), x)
+        return x, factor if mass is None else scaled(mass, factor)
 
     def parts(
         self,
@@ -484,10 +523,9 @@ class _Outer:
     ) -> tuple[PyTree, jax.Array | None]:
         """Return what this replica sends in a codec, and whether any has weight."""
         # Send D and not x: D is small, and a codec's error is proportional to it.
-        z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
         sent = carry.local["sent"]
         start = fragment.of(sent.reference if self.is_sharded else carry.shared["anchor"])
-        away = jax.tree.map(subtracted, start, z)
+        away = own_displacement(x, mass, start)
         return part_to_send(away, _part(fragment, sent.residual), replicas, mass)
 
     def remembered(
@@ -585,7 +623,7 @@ class _Outer:
             local = local if base.move is None else base.move(local, move)
             local = base.reset(local) if self.replaces_base else local
             carry = carry._replace(local=local)
-        return changed_moments(old, carry, replicas, context, self.inner_state)
+        return changed_moments(old, carry, replicas, context, self.to_moments)
 
     def agreed(
         self,
@@ -654,7 +692,7 @@ class _Outer:
         # Weighted values and their weight, whose sums over replicas give the exact mean. The rate
         # goes with them: the displacement was made at it, however late it is applied. A codec sends
         # shares of a mean: all have weight, or none.
-        values = fragment.of(x)
+        values, mass = self.judged(fragment, fragment.of(x), mass, replicas, carry)
         if self.group.codec is not None:
             values, mass = self.parts(fragment, values, mass, replicas, carry)
         old: InFlight = carry.local["in_flight"][number]
@@ -705,6 +743,12 @@ class _Outer:
         after = jax.tree.map(lambda new, old: jnp.where(is_whole, new, old), after[1:], carry[1:])
         carry = Carry(carry.before, *after)
         return _with_flight(carry, number, flight.dropped())
+
+
+def own_displacement(x: PyTree, mass: jax.Array | None, anchor: PyTree) -> PyTree:
+    """Return how far a replica is from the anchor, sign reversed, of its weighted parameters."""
+    z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
+    return jax.tree.map(subtracted, anchor, z)
 
 
 def merged(local: PyTree, anchor: PyTree, merge: float) -> PyTree:

@@ -18,7 +18,7 @@ def read_anchor(
     mesh: AnyMesh,
     axis_name: AxisName = "replica",
 ) -> PyTree:
-    """Return the anchor of `slowmo` or `diloco`: what the last slow or outer step reached.
+    """Return the anchor of `slowmo`, `diloco` or `noloco`: what the last outer step reached.
 
     Args:
       sync: the transform that made the state.
@@ -28,8 +28,8 @@ def read_anchor(
       axis_name: the replica axis.
 
     Returns:
-      A float32 tree of `(replicas, *s)`, like the parameters. It is equal on all replicas unless
-      `exact_average=False`, where each replica has a different anchor.
+      A float32 tree of `(replicas, *s)`, like the parameters. It is equal on all replicas, unless
+      each has an anchor of its own, with `exact_average=False` and of `noloco`.
 
     Raises:
       ValueError: a transform without an anchor.
@@ -37,10 +37,13 @@ def read_anchor(
     Communication: one all-gather of a sharded anchor over `axis_name`; none for a whole anchor.
     """
     if not sync.algorithm.has_anchor:
-        raise ValueError("`sync` must be made by js.slowmo or js.diloco: others have no anchor.")
-    anchor, first = state.shared.get("anchor"), jax.tree.leaves(stacked_params)[0]
-    if anchor is not None and jax.tree.leaves(anchor)[0].ndim < first.ndim:  # a step has it whole
-        return jax.jit(_for_each)(anchor, stacked_params)
+        raise ValueError(
+            "`sync` must be made by js.slowmo, js.diloco or js.noloco: others have no anchor."
+        )
+    if "anchor" in state.shared:
+        anchor, first = (jax.tree.leaves(x)[0] for x in (state.shared["anchor"], stacked_params))
+        if anchor.ndim < first.ndim:  # a step has it whole
+            return jax.jit(_for_each)(state.shared["anchor"], stacked_params)
     # This needs a program, since this host does not hold the blocks of other processes.
     automatic = model_axes(stacked_params, mesh, axis_name)
 

@@ -6,6 +6,7 @@ from ._accumulate import accumulate as accumulate
 from ._all_reduce import AllReduceGradientsState as AllReduceGradientsState
 from ._all_reduce import all_reduce_gradients as all_reduce_gradients
 from ._all_reduce import mean_gradients as mean_gradients
+from ._demo import demo as demo
 from ._reduce_buckets import ReadyOrder as ReadyOrder
 from ._skip_unused import SkipUnusedState as SkipUnusedState
 from ._skip_unused import skip_unused as skip_unused

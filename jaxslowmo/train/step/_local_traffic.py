@@ -9,6 +9,14 @@ from ..._support.checks import warn_user
 from ..._support.types import AxisName, Phase, axis_names
 from ...mesh import AnyMesh, MapWith, device_mesh, has_a_device_each
 from ...reports import comm_report_of
+from ...transform import ParameterTransform
+
+
+def has_silent_updates(gradients: Any, sync: ParameterTransform | None) -> bool:
+    """Return whether a step with these exchanges has updates in which nothing is to be sent."""
+    if gradients is not None or sync is None:
+        return False
+    return bool(sync.algorithm.needs) or () in sync.phases()  # what is not known yet is rare
 
 
 class LocalTraffic:
@@ -18,7 +26,7 @@ class LocalTraffic:
       mesh: the mesh of the step.
       axis_name: the axis of the replicas, or several.
       map_with: how the local step is mapped.
-      is_silent: whether no part of a local step sends anything.
+      is_silent: whether there are updates in which no part of a step sends anything.
 
     Attributes:
       may_send: whether the compiler may send something nevertheless.

@@ -27,6 +27,7 @@ from ._beside_steps import BesideSteps
 from ._dispatched import DispatchedGradients
 from ._gradients import GradientWindow, Metrics, StepInputs
 from ._in_flight import StepsInFlight
+from ._local_traffic import has_silent_updates
 from ._parts import Layout
 from ._phases import Mode, Phases, Recent, joined
 from ._programs import EVALUATE, Share, Task
@@ -106,10 +107,9 @@ class Runner:
         self._programs: dict[Any, Any] = {}
         self.placing = Placing(mesh, update.axis_name, host_batch, embeddings)
         self._in_flight = StepsInFlight()
-        is_silent = update.gradients is None and update.sync is not None
         self._readers = readers_of_programs(
             *(mesh, update.axis_name, update.map_with),
-            is_silent=is_silent,
+            is_silent=has_silent_updates(update.gradients, update.sync),
             check_compiled=update.program.check_compiled,
         )
         self.phases, self._rooms = Phases(update.sync, mode), Recent()

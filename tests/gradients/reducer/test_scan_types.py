@@ -43,6 +43,7 @@ INNER = optax.chain(optax.trace(0.9), optax.scale_by_schedule(lambda _: 0.1))
 TRANSFORMS = {
     "all_reduce_gradients": reduce(),
     **{f"all_reduce_gradients {name}": reduce(hook) for name, hook in HOOKS.items()},
+    "demo": js.demo("replica", top_k=2, chunk=4),
     "accumulate int8": js.accumulate(js.chain(reduce(js.hooks.int8()), INNER), every=2),
     "accumulate alone": js.accumulate(INNER, every=2),
     "all_reduce_rows beside": js.all_reduce_rows(

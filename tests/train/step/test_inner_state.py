@@ -48,6 +48,9 @@ SYNCS = {
 }
 
 
+# Those of moments that have their own, by optimizer.
+PERIODS = {"adam": {"nu": js.every(6), "mu": 3}, "momentum": {"trace": 3}}
+
 # Each value once; the others are in the exhaustive run.
 USUAL = {
     ("diloco", "alone", "reset"), ("slowmo", "alone", "average"), ("diloco", "delay", "average"),
@@ -84,7 +87,7 @@ def moments(state):
     return [flat(inner.mu), flat(inner.nu)], np.asarray(inner.count)
 
 
-def oracle(sync, optimizer, inner):
+def oracle(sync, optimizer, inner, weights=None):
     """Return parameters, moments and Adam's counter of all replicas after all updates."""
     start = np.concatenate([START["b"], START["w"]]).astype(np.float64)
     x, anchor, slow = np.tile(start, (REPLICAS, 1)), start, np.zeros(5)
@@ -98,13 +101,20 @@ def oracle(sync, optimizer, inner):
             m = 0.9 * m + grads
             update = m
         x = x - rate(t) * update
+        if isinstance(inner, dict):
+            mean = np.average(np.stack([m, v]), axis=1, weights=weights)
+            due = [not (t + 1) % 3, not (t + 1) % 6]
+            m, v = (
+                np.where(d, one, y) for d, one, y in zip(due, mean[:, None], (m, v), strict=True)
+            )
         if (t + 1) % 4:
             if sync == "slowmo" and (t + 1) % 2 == 0:
-                x = np.tile(x.mean(0), (REPLICAS, 1))
+                x = np.tile(np.average(x, 0, weights), (REPLICAS, 1))
             continue
-        displacement = anchor - x.mean(0)
+        average = np.average(x, 0, weights)
+        displacement = anchor - average
         if sync == "local_sgd":
-            anchor = x.mean(0)
+            anchor = average
         elif sync == "slowmo":
             slow = 0.5 * slow + displacement
             anchor = anchor - slow
@@ -131,6 +141,77 @@ def test_two_exchanges_equal_numpy(sync, optimizer, inner):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
     if counter is not None:
         np.testing.assert_array_equal(counter, [count] * REPLICAS)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "around"),
+    [("adam", "alone"), ("momentum", "alone"), ("adam", "only_finite"), ("momentum", "weights")],
+)
+@pytest.mark.parametrize("sync", SYNCS)
+def test_moments_with_periods_of_their_own_equal_numpy(mesh_of, sync, optimizer, around):
+    """Traced and on the host; a replica's weight counts in means of moments, too."""
+    tx = SYNCS[sync](inner_state=PERIODS[optimizer])
+    tx = js.only_finite(tx) if around == "only_finite" else tx
+    weight = np.float32([1, 3, 0.5, 2]) if around == "weights" else None
+    x, wanted, count = oracle(sync, optimizer, PERIODS[optimizer], weight)
+    weights = None if weight is None else [weight] * UPDATES
+    for options in ({}, {"mode": "host", "mesh": mesh_of({"replica": REPLICAS})}):
+        state = trained(step_of(tx, OPTIMIZERS[optimizer], **options), weights=weights)
+        np.testing.assert_allclose(flat(state.params), x, rtol=1e-5, atol=1e-6)
+        found, counter = moments(state)
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+        if counter is not None:
+            np.testing.assert_array_equal(counter, [count] * REPLICAS)
+
+
+def test_moments_with_periods_do_not_depend_on_how_parameters_are_sent():
+    """With fragments, late and in few bits moments are averaged, and nothing else changes."""
+    found = []
+    for periods in ("keep", {"mu": 5, "nu": 3}):
+        options = {"fragments": 2, "delay": 1, "codec": js.codecs.int8()}
+        tx = SYNCS["diloco"](inner_state=periods, **options)
+        found.append((tx, trained(step_of(tx, optax.adam(0.1)), 3)))
+    (keep, alone), (tx, state) = found
+    assert [tx.phase(t)[len(keep.phase(t)) :] for t in range(1, 7)] == [
+        *[(), (), ("nu",), (), ("mu",), ("nu",)]
+    ]
+    same(state.params, alone.params)
+    (mu, nu), (own_mu, own_nu) = moments(state)[0], moments(alone)[0]
+    np.testing.assert_allclose(mu, own_mu, rtol=1e-6)
+    np.testing.assert_allclose(nu, np.tile(own_nu.mean(0), (REPLICAS, 1)), rtol=1e-6)
+
+
+def test_des_loc_is_local_sgd_with_moments_every_3_and_6_averages():
+    schedule = js.every(2, start=2, before="all")
+    wanted = {"mu": js.every(6, start=2, before="all"), "nu": js.every(12, start=2, before="all")}
+    one = js.des_loc("replica", sync_every=schedule)
+    other = js.local_sgd("replica", sync_every=schedule, inner_state=wanted)
+    assert [one.phase(t) for t in range(1, 40)] == [other.phase(t) for t in range(1, 40)]
+    assert [t for t in range(1, 40) if "mu" in one.phase(t)] == [1, 2, 8, 14, 20, 26, 32, 38]
+    states = [trained(step_of(tx, OPTIMIZERS["adam"]), 8) for tx in (one, other)]
+    same(*states, rtol=0)
+    own = js.des_loc("replica", sync_every=2, moments={"trace": 5})
+    assert [t for t in range(1, 21) if "trace" in own.phase(t)] == [10, 20]
+
+
+@pytest.mark.parametrize("mode", ["traced", "host"])
+def test_a_field_that_the_optimizer_lacks_is_refused_in_the_first_update(mode):
+    tx = js.des_loc("replica", moments={"mu": 1, "count": 2})
+    for optimizer, known in ((optax.adam(0.1), "'mu', 'nu'"), (optax.sgd(0.1), "none")):
+        with pytest.raises(ValueError, match=f"local_sgd: `inner_state` names .* are {known}"):
+            trained(step_of(tx, optimizer, mode=mode), 1)
+
+
+def test_periods_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="`inner_state` counts updates and must be an int >= 1"):
+        js.diloco("replica", inner_state={"mu": 0})
+    with pytest.raises(ValueError, match=r"`inner_state` must be one of .* or map fields"):
+        js.diloco("replica", inner_state=["mu"])
+    with pytest.raises(ValueError, match=r"`moments` counts averages .* must be an int >= 1"):
+        js.des_loc("replica", moments={"mu": 0.5})
+    with pytest.raises(ValueError, match="`moments` must map fields"):
+        js.des_loc("replica", moments=3)
 
 
 def same(one, other, **close):
@@ -337,6 +418,24 @@ def test_moments_cost_one_more_all_reduce_of_their_bytes(mesh_of):
         count, size = average.pop("slow")
         assert average == {kind: x for kind, x in keep.items() if kind != "slow"}
         assert (count, size) == (keep["slow"][0] + 1, keep["slow"][1] + 2 * 4 * 5)
+
+
+def test_a_period_of_a_moment_costs_an_all_reduce_of_its_bytes(mesh_of):
+    """N for the parameters, and N more for each moment, in the updates in which they are due."""
+    step = step_of(
+        js.des_loc("replica", sync_every=2),
+        optax.adam(0.1),
+        mesh_of({"replica": REPLICAS}),
+        mode="host",
+    )
+    report = js.comm_report(step, step.init(START), BATCHES[0])
+    size = 4 * 5
+    assert {kind: report.bytes(kind=kind) for kind in report.kinds} == {
+        "local": 0,
+        "average": size,
+        "average+mu": 2 * size,
+        "average+mu+nu": 3 * size,
+    }
 
 
 def test_tables_keep_the_state_of_their_own_optimizer():

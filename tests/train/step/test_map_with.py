@@ -159,3 +159,26 @@ def test_what_a_local_step_sends_under_vmap_is_named_once(mesh_of, door, mode):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(state, batch)
+
+
+@pytest.mark.parametrize("mode", ["traced", "host"])
+@pytest.mark.parametrize("door", ["make_train_step", "with_exchange"])
+@pytest.mark.parametrize("sync", [js.sgp("replica"), js.local_sgd("replica", sync_every=1)])
+def test_an_exchange_in_every_update_is_no_traffic_of_a_local_step(mesh_of, sync, door, mode):
+    mesh = mesh_of({"replica": 2, "fsdp": 4})
+    place = NamedSharding(mesh, P(None, "fsdp"))
+    weights = {"w": jax.device_put(np.ones((8, 16), np.float32), place)}
+
+    def loss(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2)
+
+    def train_step(params, batch):
+        return jax.tree.map(lambda p: 0.9 * p, params), {"loss": loss(params, batch)}
+
+    options = {"mesh": mesh, "mode": mode, "map_with": "vmap"}
+    if door == "make_train_step":
+        step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, **options)
+    else:
+        parts = {"get_params": lambda state: state, "set_params": lambda state, params: params}
+        step = js.with_exchange(train_step, sync, **parts, **options)
+    step(step.init(weights), np.ones((16, 8), np.float32))  # a warning is an error in this suite
