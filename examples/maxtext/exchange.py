@@ -1,4 +1,4 @@
-"""What the replicas exchange: the file to change for another algorithm."""
+"""This says what the replicas exchange; change it for another algorithm."""
 
 import optax
 

@@ -311,7 +311,7 @@ def _check_base(base: ParameterTransform | None, schedule: Every, exact_average:
         raise ValueError(
             "slowmo: `base` must have no slow step of its own, since both would be called slow, "
             "and no `inner_state`, which is for slow steps; got a transform with an anchor "
-            f"(js.slowmo or js.diloco) or an `inner_state`: {base!r}."
+            f"(as of js.diloco or js.noloco) or an `inner_state`: {base!r}."
         )
     # Only plain periods are compared; other schedules may be uneven on purpose.
     inner = next(

@@ -187,7 +187,7 @@ class _Outer:
 
     @property
     def to_moments(self) -> InnerState:
-        """What a slow step does to all moments."""
+        """It says what a slow step does to all moments."""
         return moment_events(self.owner, self.inner_state, self.group)[0]
 
     @property

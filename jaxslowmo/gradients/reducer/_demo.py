@@ -46,7 +46,8 @@ def demo(
       top_k: number of components that a replica sends of each chunk, at least 1.
       chunk: largest length of a chunk along each of a leaf's last two dimensions, which its lengths
         divide. A (768, 3072) matrix has chunks of 64 x 64, a (768,) vector has chunks of 64.
-      param_specs: as in `js.all_reduce_gradients`, which this is with a hook.
+      param_specs: how the gradients are laid out inside a replica, as `js.all_reduce_gradients`
+        takes it; this is that reduction with a hook.
 
     Returns:
       A transform with state `js.gradients.AllReduceGradientsState`. It holds the cosine components
