@@ -1,0 +1,65 @@
+"""Functions that are named by a bare participle or preposition, such as `joined` or `of`.
+
+    python tools/names.py [FOLDER ...] [--list]
+
+Such a name doesn't say what a function returns or does. Those that stay are in `KEPT`.
+"""
+
+import argparse
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "jaxslowmo"
+PREPOSITIONS = set(
+    "about above across after along among around as at before behind below beside between beyond "
+    "by during for from in inside into like of on onto out over since than through to towards "
+    "under until with within without".split()
+)
+# Participles without "ed". Those that are also the verb, such as `read` and `run`, aren't here.
+IRREGULAR = set(
+    "begun bound built chosen dealt done drawn driven fed felt found given gone grown held hidden "
+    "kept known laid left lent lost made meant met paid put said seen sent shown sold spent stood "
+    "stored swept taken thought thrown told torn understood woven written".split()
+)
+VERBS = {"embed", "feed", "need", "seed"}
+KEPT: dict[str, str] = {}
+"""The names that stay, as FILE:NAME, and why."""
+
+
+def is_bare(name: str) -> bool:
+    """Return whether a name is one participle or preposition."""
+    word = name.strip("_")
+    is_participle = word.endswith("ed") and word not in VERBS
+    return is_participle or word in IRREGULAR | PREPOSITIONS
+
+
+def bare_names(folders: list[Path]) -> Iterator[tuple[Path, int, str]]:
+    """Yield file, line and name of the functions with such names."""
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and is_bare(node.name):
+                yield path, node.lineno, node.name
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("folders", nargs="*", type=Path, default=[PACKAGE])
+    parser.add_argument("--list", action="store_true", help="each, with its file and line")
+    args = parser.parse_args()
+    found = list(bare_names([folder.absolute() for folder in args.folders]))
+    if args.list:
+        for path, line, name in found:
+            print(f"{path.relative_to(PACKAGE.parent)}:{line}: {name}")
+    counts = Counter(path.relative_to(PACKAGE.parent).parts[1] for path, *_ in found)
+    for name, count in sorted(counts.items()):
+        print(f"{name} | {count}")
+    keys = {f"{path.relative_to(PACKAGE.parent)}:{name}" for path, _, name in found}
+    print(f"all | {len(found)}, {len(keys & set(KEPT))} of them kept for a reason")
+    return 1 if keys - set(KEPT) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
