@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 from .._support.checks import ArgumentError
 from .._support.types import PyTree
-from ..collectives import scaled
+from ..collectives import scale
 from ..collectives.codecs import Codec, Half
 from ..transform import ReplicaGroup
-from ..tree import added, at_least_float32
+from ..tree import add, at_least_float32
 
 
 class ErrorFeedback(NamedTuple):
@@ -51,8 +51,8 @@ def part_to_send(
     """
     factor, anyone = replicas.shares(weight)
     if factor is not None:
-        displaced = jax.tree.map(lambda x: scaled(x, factor), displaced)
-    return jax.tree.map(added, displaced, residual) if has_leaves(residual) else displaced, anyone
+        displaced = jax.tree.map(lambda x: scale(x, factor), displaced)
+    return jax.tree.map(add, displaced, residual) if has_leaves(residual) else displaced, anyone
 
 
 def kept(codec: Codec, lost: PyTree) -> PyTree:

@@ -35,7 +35,7 @@ from ..transform import (
     phase_scope,
     run_one_of,
 )
-from ..tree import Buffer, Flats, TreePacking, added, at_least_float32, by_dtype, cast, subtracted
+from ..tree import Buffer, Flats, TreePacking, add, at_least_float32, cached_cast, cast, subtract
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def round_event(index: int) -> str:
 def divided(tree: PyTree, weight: jax.Array) -> PyTree:
     """Return `tree / weight` in the leaves' dtypes, for a scalar weight > 0."""
     # No leaf is in half precision: updates and numerators are at least float32.
-    in_dtype = by_dtype(weight)
+    in_dtype = cached_cast(weight)
     return jax.tree.map(lambda x: x / in_dtype(x.dtype), tree)
 
 
@@ -293,13 +293,13 @@ def pulled(params: PyTree, local: PyTree, arrival: Arrival, share: jax.Array) ->
     With share = (received weight) / (weight afterwards) this is push-sum's new estimate: the mean
     of local and received values, each with its weight. Equal values do not move.
     """
-    in_dtype = by_dtype(share)
+    in_dtype = cached_cast(share)
 
     def pull(u: jax.Array, mine: jax.Array, theirs: jax.Array) -> jax.Array:
         # The difference is taken first, so that nodes that agree move by exactly 0.
         wide = at_least_float32(u.dtype)
-        away = subtracted(cast(theirs, wide), cast(mine, wide))
-        return added(cast(u, wide), in_dtype(wide) * away)
+        away = subtract(cast(theirs, wide), cast(mine, wide))
+        return add(cast(u, wide), in_dtype(wide) * away)
 
     return jax.tree.map(pull, params, local, arrival.mean)
 
@@ -351,16 +351,16 @@ def pulled_with_residual(
       share: () received weight over the weight afterwards.
       sent_share: () sent weight over the weight afterwards.
     """
-    of_arrived, of_residual = by_dtype(share), by_dtype(sent_share - share)
+    of_arrived, of_residual = cached_cast(share), cached_cast(sent_share - share)
 
     def pull(u: jax.Array, mine: jax.Array, left: jax.Array, theirs: jax.Array) -> jax.Array:
         wide = at_least_float32(u.dtype)
         r = cast(left, wide)
-        sent = subtracted(cast(mine, wide), r)
-        away = of_arrived(wide) * subtracted(cast(theirs, wide), sent)
+        sent = subtract(cast(mine, wide), r)
+        away = of_arrived(wide) * subtract(cast(theirs, wide), sent)
         if codec.rounds_mixtures and codec.narrows(left.dtype):
-            away = subtracted(codec.rounded(added(sent, away)), sent)
-        return added(cast(u, wide), away + of_residual(wide) * r)
+            away = subtract(codec.round(add(sent, away)), sent)
+        return add(cast(u, wide), away + of_residual(wide) * r)
 
     return jax.tree.map(pull, params, local, residual, arrival.mean)
 

@@ -30,7 +30,7 @@ from ..transform import (
     moment_events,
     rounded,
 )
-from ..tree import subtracted, widen_updates
+from ..tree import subtract, widen_updates
 from ._error_feedback import (
     ErrorFeedback,
     check_sends_parameters,
@@ -212,10 +212,10 @@ def _average_in_codec(
     """Set the parameters to the mean of y, as replicas know it from what they have sent."""
     sent, codec = carry.local["sent"], replicas.codec
     assert codec is not None
-    away = jax.tree.map(subtracted, sent.reference, carry.params)
+    away = jax.tree.map(subtract, sent.reference, carry.params)
     parts, anyone = part_to_send(away, sent.residual, replicas, context.weight)
     mean, lost = replicas.mean_in_codec(parts, role="average")
-    reference = jax.tree.map(subtracted, sent.reference, mean)
+    reference = jax.tree.map(subtract, sent.reference, mean)
     params, after = reference, ErrorFeedback(kept(codec, lost), reference)
     if anyone is not None:  # if all replicas have run out of data, all stays as it is
         choose = functools.partial(jnp.where, anyone)

@@ -25,7 +25,7 @@ from ..transform import (
     every,
     increment,
 )
-from ..tree import added, subtracted, widen_updates
+from ..tree import add, subtract, widen_updates
 from ._error_feedback import check_sends_parameters
 from ._gossip import (
     ROUND,
@@ -182,8 +182,8 @@ def _exchanged(
         # it y was made with the one before.
         ratio = w.astype(after.dtype) / after
         wide = widen_updates(params)
-        step = jax.tree.map(lambda a, b: ratio.astype(a.dtype) * subtracted(a, b), y, wide)
-        y = jax.tree.map(added, wide, step)
+        step = jax.tree.map(lambda a, b: ratio.astype(a.dtype) * subtract(a, b), y, wide)
+        y = jax.tree.map(add, wide, step)
     y = landed(y, values, arrival, kept, w, after, replicas.codec, like=params)
     local = PushSumState(increment(local.exchanges), after.astype(jnp.float32), in_flight)
     return carry._replace(params=y, statistics=statistics, local=local)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..tree import mirrored
+from ..tree import matching_suffix
 from ._record import SHARED, LeafRecord
 
 FLIGHT = re.compile(r"exchange/local/(base/)*in_flight/")
@@ -126,7 +126,7 @@ def _tree_and_param(name: str, params: Shapes) -> tuple[str, str]:
     """Return the name of the tree in which a leaf mirrors a parameter, and of that; "" if none."""
     if [*params] == ["(root)"]:  # the parameters are one array, without a name
         return name, "(root)"
-    param = mirrored(name, params)
+    param = matching_suffix(name, params)
     return (name.removesuffix(f"/{param}"), param) if param else (name, "")
 
 

@@ -14,7 +14,7 @@ from ..gradients.precision import DynamicLossScaleState
 from ..mesh import Shares, numbered_key
 from ..train import ExchangingStep, TrainState, TrainStep
 from ..transform import Algorithm, ParameterTransform, is_state_of, shifted_copies
-from ..tree import in_model_form, mirrored
+from ..tree import in_model_form, matching_suffix
 from ._algorithms import FLIGHT, in_form_of
 from ._arrays import host_print
 from ._folder import CheckpointError, epath
@@ -107,12 +107,12 @@ def _renamed(
     saved = {leaf.name: leaf for leaf in record.whole().leaves}
     sources = {name: name for name in wanted}
     for name in wanted.keys() - saved.keys():
-        if param := mirrored(name, names):
+        if param := matching_suffix(name, names):
             sources[name] = f"{name.removesuffix(param)}{names[param]}"
     found = {name: saved[other] for name, other in sources.items() if other in saved}
     copies = {n for _, packing in of_params(record.layout) for n in packing["copies"]}
     # A tied parameter has one name in one form of a model, and two in another.
-    dropped = {name for name in saved if names and mirrored(name, copies)}
+    dropped = {name for name in saved if names and matching_suffix(name, copies)}
     dropped |= {leaf.name for leaf in found.values()}
     return found | {name: leaf for name, leaf in saved.items() if name not in dropped}
 

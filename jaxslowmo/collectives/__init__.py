@@ -4,14 +4,14 @@ from ._coded import mean_in_codec as mean_in_codec
 from ._coded import mean_of_senders as mean_of_senders
 from ._coded import scatter_mean_in_codec as scatter_mean_in_codec
 from ._means import all_mean as all_mean
+from ._means import async_mean as async_mean
 from ._means import block_sizes as block_sizes
 from ._means import coded_mean as coded_mean
 from ._means import in_blocks as in_blocks
 from ._means import is_in_blocks as is_in_blocks
-from ._means import mean_beside as mean_beside
 from ._means import quotient as quotient
 from ._means import relative_weight as relative_weight
-from ._means import scaled as scaled
+from ._means import scale as scale
 from ._means import total_weight as total_weight
 from ._means import weighted_means as weighted_means
 from ._permute import permute as permute

@@ -8,7 +8,7 @@ from jax import lax
 
 from .._support.types import AxisName
 from ..mesh import axis_size, is_of_devices, sum_over
-from ._permute import of_all
+from ._permute import all_gather_under_vmap
 from ._scatter import gather_slices, in_slices, scatter_mean_of
 from .codecs import Codec
 
@@ -25,7 +25,7 @@ def exchange(packed: jax.Array, axis_name: AxisName) -> jax.Array:
     if is_of_devices(axis_name):
         return lax.all_to_all(packed, axis_name, 0, 0, tiled=True)
     # vmap exchanges over one axis at a time; its all-gather sends nothing.
-    return of_all(packed, axis_name)[:, lax.axis_index(axis_name)]
+    return all_gather_under_vmap(packed, axis_name)[:, lax.axis_index(axis_name)]
 
 
 def mean_in_codec(
@@ -82,7 +82,7 @@ def _dense_mean(
     keys = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, me))
     per = codec.chunk_size(size, replicas)
     chunks = jnp.pad(flat, (0, replicas * per - size)).reshape(replicas, per)
-    mean, lost, is_mine = _scattered(chunks, axis_name, codec, keys[0])
+    mean, lost, is_mine = _mean_of_chunk(chunks, axis_name, codec, keys[0])
     gathered = gather_slices(codec.encode(mean[None], keys[1]), axis_name)
     means = codec.decode(gathered, per)
     rounded = lax.dynamic_index_in_dim(means, me, keepdims=False)
@@ -91,7 +91,7 @@ def _dense_mean(
     return means, lost
 
 
-def _scattered(
+def _mean_of_chunk(
     chunks: jax.Array, axis_name: AxisName, codec: Codec, key: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the mean of this replica's chunk, what it has not sent of others, and which is its.
@@ -184,7 +184,7 @@ def scatter_mean_in_codec(
         return rows[0], jnp.zeros_like(rows)
 
     def chunk_mean(chunks: jax.Array) -> tuple[jax.Array, jax.Array]:
-        mean, lost, _ = _scattered(chunks, axis_name, codec)
+        mean, lost, _ = _mean_of_chunk(chunks, axis_name, codec)
         return mean, lost
 
     mean, lost = scatter_mean_of(chunk_mean, rows, local_axis_name)

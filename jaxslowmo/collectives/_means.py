@@ -1,4 +1,4 @@
-"""Means of flat buffers over replicas: plain, weighted, encoded, and beside other work."""
+"""Means of flat buffers over replicas: plain, weighted, encoded, and asynchronous."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,15 +11,15 @@ from jax import lax
 from .._support.types import AxisName
 from .._support.varying import tracks_types
 from ..mesh import axis_size, is_on_tpu, platform, sum_over
-from ..tree import Weighted, at_least_float32, cast
+from ..tree import WeightedSum, at_least_float32, cast
 from ._permute import permute
 from ._scatter import in_slices
 from .codecs import Half
 
 
-def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+def scale(x: jax.Array, factor: jax.Array) -> jax.Array:
     """Return `factor * x` in x's dtype; 0 where the factor is 0, even if x is not finite."""
-    return cast(Weighted.of(x, factor).sum, x.dtype)
+    return cast(WeightedSum.from_value(x, factor).sum, x.dtype)
 
 
 def all_mean(
@@ -53,10 +53,10 @@ def all_mean(
         return in_slices(flat, local_axis_name, lambda x: all_mean(x, axis_name, factor=factor))
     if flat.dtype == jnp.float16 and count > 1:
         # Above 65504 the sum overflows even if the mean does not.
-        part = _divided(flat, count) if factor is None else scaled(flat, factor / count)
+        part = _divide(flat, count) if factor is None else scale(flat, factor / count)
         return sum_over(part, axis_name)
-    total = sum_over(flat if factor is None else scaled(flat, factor), axis_name)
-    return total if count == 1 or flat.size == 0 else _divided(total, count)
+    total = sum_over(flat if factor is None else scale(flat, factor), axis_name)
+    return total if count == 1 or flat.size == 0 else _divide(total, count)
 
 
 _LARGE = 1 << 24  # bytes from which an array is exchanged block by block on CPU
@@ -97,7 +97,7 @@ def in_blocks(
     rows, axis = arrays[0].shape[0] // parts, 0 if parts == 1 else 1
     size = max(block_sizes(rows))
 
-    def put(whole: list[jax.Array], start: Any, size: int) -> list[jax.Array]:
+    def exchange_block(whole: list[jax.Array], start: Any, size: int) -> list[jax.Array]:
         found = [lax.dynamic_slice_in_dim(x, start, size, axis) for x in whole]
         new = exchange(*(x.reshape(parts * size, *x.shape[axis + 1 :]) for x in found))
         blocks = [x.reshape(like.shape) for x, like in zip(new, found, strict=True)]
@@ -106,12 +106,12 @@ def in_blocks(
 
     lead = () if parts == 1 else (parts,)
     whole = [x.reshape(*lead, rows, *x.shape[1:]) for x in arrays]
-    whole = lax.fori_loop(0, rows // size, lambda i, x: put(x, i * size, size), whole)
-    whole = put(whole, rows - rows % size, rows % size) if rows % size else whole
+    whole = lax.fori_loop(0, rows // size, lambda i, x: exchange_block(x, i * size, size), whole)
+    whole = exchange_block(whole, rows - rows % size, rows % size) if rows % size else whole
     return [x.reshape(like.shape) for x, like in zip(whole, arrays, strict=True)]
 
 
-def _divided(x: jax.Array, count: int) -> jax.Array:
+def _divide(x: jax.Array, count: int) -> jax.Array:
     """Return `x / count` in x's dtype, computed in float32 if that dtype may not hold the count.
 
     In bfloat16, 257 is rounded to 256.
@@ -188,7 +188,7 @@ def weighted_means(
         factor = relative_weight(weight, total, axis_name, idle_as_zeros=idle_as_zeros)
         return [all_mean(flat, axis_name, factor=factor) for flat in flats]
     carrier = carriers[0]
-    counts, part = _with_active(weight), scaled(flats[carrier], weight)
+    counts, part = _with_active(weight), scale(flats[carrier], weight)
     sums = sum_over(jnp.concatenate([part, counts.astype(part.dtype)]), axis_name)
     total = TotalWeight(*sums[-2:].astype(_precise()))
     factor = relative_weight(weight, total, axis_name, idle_as_zeros=idle_as_zeros)
@@ -203,7 +203,7 @@ def weighted_means(
         # equal gradients of replicas of 257 samples would become 256/257 of themselves.
         if flat.dtype.itemsize < 4:
             return all_mean(flat, axis_name, factor=factor)
-        return quotient(sum_over(scaled(flat, weight), axis_name), divisor)
+        return quotient(sum_over(scale(flat, weight), axis_name), divisor)
 
     return [mean(i, flat) for i, flat in enumerate(flats)]
 
@@ -263,9 +263,7 @@ def coded_mean(
 _MOST_REPLICAS = 16  # of more replicas the permutes would be too many
 
 
-def mean_beside(
-    flat: jax.Array, axis_name: AxisName, local_axis_name: AxisName | None
-) -> jax.Array:
+def async_mean(flat: jax.Array, axis_name: AxisName, local_axis_name: AxisName | None) -> jax.Array:
     """Return the mean of `flat` over `axis_name` by collectives that run asynchronously.
 
     Inside a TPU slice XLA makes every all-reduce synchronous, and permutes asynchronous (libtpu
@@ -294,15 +292,15 @@ def _by_permutes(x: jax.Array, axis_name: AxisName) -> jax.Array:
     size = -(-x.size // count)
     pieces = jnp.pad(x.reshape(-1), (0, count * size - x.size)).reshape(count, size)
 
-    def shifted(x: jax.Array, by: int) -> jax.Array:
+    def shift(x: jax.Array, by: int) -> jax.Array:
         return permute(x, axis_name, [(i, (i + by) % count) for i in range(count)])
 
     piece = pieces[me]
     for by in range(1, count):
-        piece = piece + shifted(pieces[(me + by) % count], by)
+        piece = piece + shift(pieces[(me + by) % count], by)
     mean = piece / count
     # Its owner alone computes each piece of the mean, so all replicas hold the same bits.
     whole = pieces.at[me].set(mean)
     for by in range(1, count):
-        whole = whole.at[(me - by) % count].set(shifted(mean, by))
+        whole = whole.at[(me - by) % count].set(shift(mean, by))
     return whole.reshape(-1)[: x.size].reshape(x.shape)

@@ -43,10 +43,10 @@ def permute(x: jax.Array, axis_name: AxisName, permutation: Permutation) -> jax.
     for source, destination in permutation:
         source_of[destination] = source
     mine = jnp.asarray(source_of)[lax.axis_index(axis_name)]
-    return jnp.where(mine < 0, 0, of_all(x, axis_name)[mine])
+    return jnp.where(mine < 0, 0, all_gather_under_vmap(x, axis_name)[mine])
 
 
-def of_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+def all_gather_under_vmap(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """Return the `x` of all nodes under vmap, `(nodes, *s)`, with axes in the order of names."""
     for name in reversed(axis_names(axis_name)):
         x = lax.all_gather(x, name)

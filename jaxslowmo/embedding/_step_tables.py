@@ -30,7 +30,7 @@ from ..mesh import (
     replica_count,
     replicate,
 )
-from ..tree import Weighted, at_least_float32
+from ..tree import WeightedSum, at_least_float32
 from ._embeddings import Embeddings
 from ._exchange import Requests
 from ._stores import check_shapes
@@ -198,7 +198,7 @@ def added_rows(before: Rows, rows: Rows, weight: jax.Array | None, place: jax.Ar
     """
 
     def weighted(g: RowGradient) -> RowGradient:
-        values = Weighted.of(g.values, weight).sum
+        values = WeightedSum.from_value(g.values, weight).sum
         if weight is None:
             return replace(g, values=values)
         numbers = jnp.where(weight > 0, g.rows, jnp.full_like(g.rows, g.num_rows))
@@ -223,6 +223,6 @@ def row_means(rows: Rows, weight: jax.Array) -> Rows:
 
     def one(gradient: RowGradient) -> RowGradient:
         once = coalesce(gradient).gradient
-        return replace(once, values=Weighted(once.values, weight).mean)
+        return replace(once, values=WeightedSum(once.values, weight).mean)
 
     return {name: one(gradient) for name, gradient in rows.items()}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .._support.types import AxisName, PyTree
 from .._support.varying import checks_varying, varying_axes
 from ..mesh import axis_names
-from ..tree import at_least_float32, by_dtype, cast, leaf_names
+from ..tree import at_least_float32, cached_cast, cast, leaf_names
 
 
 def check_not_summed(owner: str, grads: PyTree, axis_name: AxisName) -> None:
@@ -56,5 +56,5 @@ def in_wide(change: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
 
 def divided(grads: PyTree, scale: jax.Array) -> PyTree:
     """Return gradients divided by a number, computed in at least float32, in their dtypes."""
-    divisor = by_dtype(scale)
+    divisor = cached_cast(scale)
     return in_wide(lambda g: g / divisor(g.dtype), grads)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.checks import ArgumentError, checked_int
 from .._support.types import AxisName, PyTree, axis_names
-from ..tree import Staged, parts_of, reshaped
+from ..tree import Staged, parts_of, reshape
 from ._axes import only_over
 
 
@@ -453,7 +453,7 @@ def _stacked_as(
     def change(role: Role, part: PyTree) -> PyTree:
         if role in ("batch", "shared"):
             return part
-        return jax.tree.map(lambda x: reshaped(x, shape(x)), part)
+        return jax.tree.map(lambda x: reshape(x, shape(x)), part)
 
     return jax.tree.map(change, roles, tree)
 

@@ -68,7 +68,7 @@ class StageLeaves:
         """Return buffers with the leaves of a stage replaced."""
         new = dict(buffers)
         for place, x in self._placed(tree, model_stage):
-            new[place.leaf.buffer] = place.written(new[place.leaf.buffer], place.leaf.flat(x))
+            new[place.leaf.buffer] = place.write(new[place.leaf.buffer], place.leaf.flat(x))
         return new
 
     def added(
@@ -92,7 +92,7 @@ class StageLeaves:
                 total_now = place.part(total) + place.leaf.flat(x).astype(total.dtype)
                 if in_place:
                     total_now = lax.optimization_barrier(total_now)
-                new[place.leaf.buffer] = place.written(total, total_now)
+                new[place.leaf.buffer] = place.write(total, total_now)
         return new
 
     def _placed(self, tree: PyTree, model_stage: Any) -> Iterable[tuple[LeafPlace, Any]]:
@@ -413,5 +413,5 @@ def _with_tied_sums(
     for group, total in zip(groups, sums, strict=True):
         for place in group:
             part = jnp.where(stage == place.stage, total, part_of(new, place))
-            new[place.leaf.buffer] = place.written(new[place.leaf.buffer], part)
+            new[place.leaf.buffer] = place.write(new[place.leaf.buffer], part)
     return new

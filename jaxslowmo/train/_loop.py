@@ -13,7 +13,7 @@ from .._support.types import AxisName, PyTree
 from ..algorithms import shares_of_gossip
 from ..mesh import AnyMesh, consensus
 from ..transform import Every, ParameterTransform, as_schedule
-from ..tree import added, leaf_names
+from ..tree import add, leaf_names
 from ._train_state import TrainState, updates_of
 from .input import (
     BatchesOfCalls,
@@ -375,5 +375,5 @@ def _means(batches: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
     the loss scale, describe the update and are returned unchanged.
     """
     terms = [weighted_metrics({name: batch[name] for name in batches[0]}) for batch in batches]
-    sums = functools.reduce(functools.partial(jax.tree.map, added), terms)
+    sums = functools.reduce(functools.partial(jax.tree.map, add), terms)
     return {**batches[-1], **mean_metrics(sums)}

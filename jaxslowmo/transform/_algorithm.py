@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .._support.checks import ArgumentError
 from .._support.types import Phase, PyTree
 from ..mesh import Shares
-from ..tree import cast, landing, updates_to, widen_updates
+from ..tree import cast, params_after_update, updates_to, widen_updates
 from ._due import Communicate, Every, either, every, phase_scope, run_if
 from ._optax_states import moved_copies
 from ._replica_group import ReplicaGroup
@@ -349,7 +349,11 @@ class Algorithm:
         ) -> tuple[PyTree, Carry]:
             updates, carry = operand
             # What is not widened outside passes through the conditional as it lies.
-            y = widen_updates(carry.params) if updates is None else landing(before, updates)
+            y = (
+                widen_updates(carry.params)
+                if updates is None
+                else params_after_update(before, updates)
+            )
             new = run(carry._replace(params=y))
             target = rounded(new._replace(before=before))
             if updates is None:

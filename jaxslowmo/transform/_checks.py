@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from .._support.types import AxisName, PyTree
 from .._support.varying import checks_varying, varying_axes
 from ..mesh import axis_names, axis_size
-from ..tree import kept_if, leaf_names
+from ..tree import leaf_names, zero_unless
 
 
 def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
@@ -18,7 +18,7 @@ def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
         return updates
     # Select instead of multiplying: 0 * NaN is NaN.
     alive = weight > 0
-    return jax.tree.map(lambda u: kept_if(alive, jnp.asarray(u)), updates)
+    return jax.tree.map(lambda u: zero_unless(alive, jnp.asarray(u)), updates)
 
 
 def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisName) -> None:

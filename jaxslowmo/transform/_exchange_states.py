@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree, axis_names
 from ..mesh import AnyMesh, placement, specs_of_leaves
-from ..tree import leaf_names, mirrored
+from ..tree import leaf_names, matching_suffix
 from ._parameter_transform import ParameterTransform
 from ._replica_group import ReplicaGroup
 from ._stacked import StackedReplicas, cut_spec
@@ -95,7 +95,7 @@ def share_of_whole_leaves(
     known = dict(zip(leaf_names(params), cuts, strict=True))
     whole = total = 0.0
     for name, x in zip(leaf_names(shared), jax.tree.leaves(shared), strict=True):
-        shape, cut = known.get(mirrored(name, known), (None, None))
+        shape, cut = known.get(matching_suffix(name, known), (None, None))
         size = x.size * x.dtype.itemsize
         is_cut = shape == x.shape and cut is not None
         total += size / group.size if is_cut else size
@@ -140,7 +140,7 @@ def shardings(
 def _mirrored(name: str, known: Mapping[str, Any]) -> Any:
     if [*known] == ["(root)"]:  # the parameters are one array, without a name
         name = "(root)"
-    return known.get(mirrored(name, known), (None, P(), None))
+    return known.get(matching_suffix(name, known), (None, P(), None))
 
 
 def _fits(shape: tuple[int, ...], spec: P, sizes: Mapping[str, int]) -> bool:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import optax
 
 from .._support.types import PyTree
-from ..tree import added, cast, promoted, updates_to
+from ..tree import add, cast, promoted_dtype, updates_to
 from ._state_classes import is_state_of
 
 
@@ -264,8 +264,8 @@ def _plus(name: str, copies: PyTree, shift: PyTree) -> PyTree:
             return copy
         if getattr(d, "shape", None) != copy.shape:
             raise ValueError
-        wide = promoted(copy.dtype, d.dtype)
-        return cast(added(cast(copy, wide), cast(d, wide)), copy.dtype)
+        wide = promoted_dtype(copy.dtype, d.dtype)
+        return cast(add(cast(copy, wide), cast(d, wide)), copy.dtype)
 
     if not jax.tree.leaves(copies):  # `optax.contrib.sam(opaque_mode=True)` stores none
         return copies

@@ -16,9 +16,9 @@ from ..mesh import Shares, axis_size, is_bound, specs_key, typed_specs
 from ..tree import (
     at_least_float32,
     check_floating,
-    landing,
     leaf_names,
-    mirrored,
+    matching_suffix,
+    params_after_update,
     updates_to,
 )
 from ._algorithm import Algorithm, Carry, UpdateContext
@@ -183,7 +183,7 @@ def share_of_whole(shared: PyTree, params: PyTree) -> float:
     for name, x in zip(leaf_names(shared), jax.tree.leaves(shared), strict=True):
         size = x.size * x.dtype.itemsize
         total += size
-        whole += size if x.shape == shapes.get(mirrored(name, shapes)) else 0
+        whole += size if x.shape == shapes.get(matching_suffix(name, shapes)) else 0
     return whole / max(1, total)
 
 
@@ -320,12 +320,12 @@ class _Pair:
             y, updates, sets_params = after, updates_to(params, after), True
         else:
             updates = jax.tree.map(_widened, updates)
-            y = landing(params, updates) if sets_params else ()
+            y = params_after_update(params, updates) if sets_params else ()
         if algorithm.begin is not None:
             given = updates
             updates, local, shared = algorithm.begin(updates, local, shared, context)
             if sets_params and updates is not given:
-                y = landing(params, updates)
+                y = params_after_update(params, updates)
         is_changed = algorithm.inner_state != "keep" or moving_states(moments)
         kept = moments if is_changed else None
         carry = Carry(params, y, kept, list(statistics), local, shared)

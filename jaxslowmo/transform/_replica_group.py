@@ -392,7 +392,7 @@ class ReplicaGroup:
                 del buffer
                 return sum_over(flat, group.axis_name)
 
-            return [packing_of(tree, group).through(total, tree)]
+            return [packing_of(tree, group).map_buffers(total, tree)]
 
         own, whole = self.own(tree), [None] * len(jax.tree.leaves(tree))
         return self.run(run, [own], own._replace(cuts=whole), packs=True)[0]
@@ -416,7 +416,7 @@ class ReplicaGroup:
                     flat, group.local_axis_name, lambda x: permute(x, axes, permutation)
                 )
 
-            return [packing_of(tree, group).through(sent, tree)]
+            return [packing_of(tree, group).map_buffers(sent, tree)]
 
         return self.run(run, [self.own(tree)], self.own(tree), packs=True)[0]
 
@@ -547,7 +547,7 @@ def _mean(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None, role: str
             return in_blocks(lambda x: [mean_of(x)], flat)[0].reshape(-1)
         return mean_of(flat).reshape(-1)
 
-    return packing.through(as_it_lies, tree, role=role)
+    return packing.map_buffers(as_it_lies, tree, role=role)
 
 
 def _mean_in_codec(group: ReplicaGroup, tree: PyTree, *, role: str | None) -> list[PyTree]:

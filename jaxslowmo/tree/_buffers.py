@@ -16,7 +16,7 @@ from jax import lax
 
 from .._support.types import PyTree
 from ._bucket_assignment import BucketPiece, assign_buckets, check_explicit_buckets
-from ._leaves import cast, reshaped
+from ._leaves import cast, reshape
 
 _NO_LIMIT = 2**63  # bytes
 
@@ -60,7 +60,7 @@ class BufferPlan:
 
         def part(piece: BucketPiece, dtype: np.dtype) -> Any:
             size = math.prod(self.shapes[piece.label])
-            flat = reshaped(leaves[piece.label], (size,))
+            flat = reshape(leaves[piece.label], (size,))
             whole = piece.stop - piece.start == size
             return cast(flat if whole else flat[piece.start : piece.stop], dtype)
 
@@ -75,7 +75,7 @@ class BufferPlan:
             for piece, part in zip(buffer.pieces, split_last(flat, sizes), strict=True):
                 parts[piece.label].append(part)  # those of a leaf come in their order
         leaves = zip(parts, self.shapes, strict=True)
-        return [reshaped(lax.concatenate(leaf, 0), shape) for leaf, shape in leaves]
+        return [reshape(lax.concatenate(leaf, 0), shape) for leaf, shape in leaves]
 
 
 def plan_buffers(

@@ -25,10 +25,10 @@ def leaf_names(tree: PyTree) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator="/") or "(root)" for path, _ in paths]
 
 
-def mirrored(name: str, names: Collection[str]) -> str:
-    """Return which of these leaves one of another tree mirrors, by the end of its name; "" if none.
+def matching_suffix(name: str, names: Collection[str]) -> str:
+    """Return the longest end of a leaf's name that is one of `names`; "" if none is.
 
-    Trees of an optimizer's state have the names of the parameters at their ends.
+    Leaves of an optimizer's state have the names of their parameters at the ends of theirs.
     """
     words = name.split("/")
     ends = ("/".join(words[i:]) for i in range(len(words)))
@@ -46,7 +46,7 @@ def parts_of(tree: PyTree, kind: type[_Part]) -> list[_Part]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
 
 
-def of_form(like: PyTree) -> Callable[[PyTree], bool]:
+def has_form_of(like: PyTree) -> Callable[[PyTree], bool]:
     """Return a function that tells whether a tree has the structure and the shapes of `like`."""
     # An optimizer keeps trees of the parameters' form (momentum) and counters. Their form
     # distinguishes them for any optimizer.
@@ -57,17 +57,6 @@ def of_form(like: PyTree) -> Callable[[PyTree], bool]:
         return (structure, [np.shape(leaf) for leaf in leaves]) == form
 
     return is_alike
-
-
-def replaced(
-    like: PyTree,
-    tree: PyTree,
-    new: Callable[[PyTree], PyTree],
-    other: Callable[[Any], Any] = lambda x: x,
-) -> PyTree:
-    """Return `tree` with `new` of what has the form of `like`, and `other` of all other leaves."""
-    is_alike = of_form(like)
-    return jax.tree.map(lambda x: new(x) if is_alike(x) else other(x), tree, is_leaf=is_alike)
 
 
 def check_arrays(owner: str, tree: PyTree) -> None:
@@ -148,7 +137,7 @@ def at_least_float32(dtype: Any) -> np.dtype:
     return jnp.dtype(jnp.float32) if dtype.itemsize < 4 else dtype
 
 
-def promoted(*operands: Any) -> np.dtype:
+def promoted_dtype(*operands: Any) -> np.dtype:
     """Return `jnp.result_type(*operands)`, of arrays or dtypes (also under strict promotion)."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*operands)
@@ -171,22 +160,22 @@ def cast(x: Any, dtype: Any) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def added(x: Any, y: Any) -> Any:
+def add(x: Any, y: Any) -> Any:
     """Return `x + y`."""
     return lax.add(x, y) if _are_alike(x, y) else x + y
 
 
-def subtracted(x: Any, y: Any) -> Any:
+def subtract(x: Any, y: Any) -> Any:
     """Return `x - y`."""
     return lax.sub(x, y) if _are_alike(x, y) else x - y
 
 
-def by_dtype(scalar: jax.Array) -> Callable[[Any], jax.Array]:
+def cached_cast(scalar: jax.Array) -> Callable[[Any], jax.Array]:
     """Return a function from a dtype to `scalar` in that dtype, which casts once per dtype."""
     return functools.cache(lambda dtype: cast(scalar, dtype))
 
 
-def reshaped(x: Any, shape: tuple[int, ...]) -> Any:
+def reshape(x: Any, shape: tuple[int, ...]) -> Any:
     """Return `x.reshape(shape)`, for a shape without -1."""
     return lax.reshape(x, shape) if isinstance(x, jax.Array) else x.reshape(shape)
 
@@ -200,7 +189,7 @@ def zeros_like(x: Any) -> jax.Array:
     return lax.broadcast(np.zeros([], x.dtype), x.shape, out_sharding=x.sharding)
 
 
-def kept_if(keep: jax.Array, x: jax.Array) -> jax.Array:
+def zero_unless(keep: jax.Array, x: jax.Array) -> jax.Array:
     """Return `x` if the () bool `keep` is True, else zeros."""
     return lax.select(keep, x, zeros_like(x))
 
@@ -222,16 +211,13 @@ def _wide(x: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.jit, inline=True)
-def landing(params: PyTree, updates: PyTree) -> PyTree:
+def params_after_update(params: PyTree, updates: PyTree) -> PyTree:
     """Return `params + updates` in at least float32, not rounded to the leaves' dtypes.
 
     A parameter whose update is None stays as it is, in its dtype.
     """
-
-    def landed(u: Any, p: Any) -> Any:
-        return p if u is None else added(_wide(p), _wide(u))
-
-    return jax.tree.map(landed, updates, params, is_leaf=lambda u: u is None)
+    new = lambda u, p: p if u is None else add(_wide(p), _wide(u))  # noqa: E731
+    return jax.tree.map(new, updates, params, is_leaf=lambda u: u is None)
 
 
 def widen_updates(updates: PyTree) -> PyTree:
@@ -246,7 +232,7 @@ def updates_to(params: PyTree, target: PyTree) -> PyTree:
     `params + (target - params)` is `target` up to 1 ulp of the larger operand in float32. In half
     precision it is exactly `target` unless `params` is over 2**12 times `target`.
     """
-    return jax.tree.map(lambda p, t: subtracted(_wide(t), _wide(p)), params, target)
+    return jax.tree.map(lambda p, t: subtract(_wide(t), _wide(p)), params, target)
 
 
 def apply_exactly(params: PyTree, updates: PyTree) -> PyTree:
@@ -254,4 +240,4 @@ def apply_exactly(params: PyTree, updates: PyTree) -> PyTree:
 
     This is `optax.apply_updates` with explicit promotion, so it works under strict promotion too.
     """
-    return jax.tree.map(lambda p, y: cast(y, p.dtype), params, landing(params, updates))
+    return jax.tree.map(lambda p, y: cast(y, p.dtype), params, params_after_update(params, updates))

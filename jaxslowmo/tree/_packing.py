@@ -16,7 +16,7 @@ OnBuffer = Callable[[Buffer, Any], Any]
 """`fn(buffer, flat)`: called for a flat buffer."""
 
 
-def _unchanged(buffer: Buffer, flat: Any) -> Any:
+def _identity(buffer: Buffer, flat: Any) -> Any:
     del buffer
     return flat
 
@@ -38,7 +38,7 @@ class TreePacking:
         """The names of the tree's leaves."""
         return leaf_names(self.treedef.unflatten(range(self.treedef.num_leaves)))
 
-    def pack(self, tree: PyTree, fn: OnBuffer = _unchanged, *, role: str | None = None) -> Flats:
+    def pack(self, tree: PyTree, fn: OnBuffer = _identity, *, role: str | None = None) -> Flats:
         """Pack `tree` and return `fn(buffer, flat)` for every flat buffer.
 
         Args:
@@ -63,7 +63,7 @@ class TreePacking:
         """Return the tree that is packed in these buffers, in their dtypes."""
         return self.treedef.unflatten(self.plan.unpack(flats))
 
-    def through(self, fn: OnBuffer, tree: PyTree, *, role: str | None = None) -> PyTree:
+    def map_buffers(self, fn: OnBuffer, tree: PyTree, *, role: str | None = None) -> PyTree:
         """Return `tree` with every flat buffer replaced by `fn(buffer, flat)`; see `pack`.
 
         Communication: only that of `fn`.

@@ -84,7 +84,9 @@ class Leaf(NamedTuple):
     buffer: str
 
     @classmethod
-    def of(cls, x: Any, spec: Iterable[Any], axis_sizes: Sequence[tuple[str, int]]) -> "Leaf":
+    def from_array(
+        cls, x: Any, spec: Iterable[Any], axis_sizes: Sequence[tuple[str, int]]
+    ) -> "Leaf":
         """Return the leaf of an array or type; `axis_sizes` are all axes, in the mesh's order."""
         split = {name for entry in spec for name in axis_names(entry or ())}
         sizes = tuple((axis, size) for axis, size in axis_sizes if axis in split)
@@ -123,7 +125,7 @@ class LeafPlace(NamedTuple):
         leaf = self.leaf
         return from_blocks(self.part(buffer), leaf.shape, leaf.spec, dict(leaf.sizes))
 
-    def written(self, buffer: jax.Array, part: jax.Array) -> jax.Array:
+    def write(self, buffer: jax.Array, part: jax.Array) -> jax.Array:
         """Return the stage's buffer with these elements in place of `part(buffer)`."""
         part = part.astype(buffer.dtype)
         return lax.dynamic_update_slice_in_dim(buffer, part, self.start, buffer.ndim - 1)

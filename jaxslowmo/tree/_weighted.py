@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._support.types import PyTree
-from ._leaves import added, at_least_float32, by_dtype, cast, kept_if
+from ._leaves import add, at_least_float32, cached_cast, cast, zero_unless
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Weighted:
+class WeightedSum:
     """The sum of trees times their weights, and the sum of these weights.
 
     Trees that hold it can be added leaf by leaf, as `+` does. A weight may have leading dimensions
@@ -28,7 +28,7 @@ class Weighted:
     weight: Any
 
     @classmethod
-    def of(cls, value: PyTree, weight: jax.Array | None = None) -> Self:
+    def from_value(cls, value: PyTree, weight: jax.Array | None = None) -> Self:
         """Return one term: `value` times its weight; None counts it once.
 
         A value of weight 0 contributes exactly 0, even if it is NaN. Integers and booleans become
@@ -37,25 +37,25 @@ class Weighted:
         wide = jax.tree.map(_wide, value)
         if weight is None:
             return cls(wide, np.ones([], np.float32))
-        counts, factor = weight > 0, by_dtype(weight)
+        counts, factor = weight > 0, cached_cast(weight)
 
         def term(x: jax.Array) -> jax.Array:
-            product = x * _along(factor(x.dtype), x)
+            product = x * _expand_to_rank(factor(x.dtype), x)
             if counts.ndim == 0:
-                return kept_if(counts, product)
-            return jnp.where(_along(counts, x), product, jnp.zeros_like(product))
+                return zero_unless(counts, product)
+            return jnp.where(_expand_to_rank(counts, x), product, jnp.zeros_like(product))
 
         return cls(jax.tree.map(term, wide), weight)
 
-    def __add__(self, other: "Weighted") -> "Weighted":
-        return jax.tree.map(added, self, other)
+    def __add__(self, other: "WeightedSum") -> "WeightedSum":
+        return jax.tree.map(add, self, other)
 
     @property
     def mean(self) -> PyTree:
         """The weighted mean; zeros if the weight is 0. Leaves have the dtypes of the sum."""
         # Terms of weight 0 are zeros, and so is their sum, whatever divides it.
-        divisor = by_dtype(jnp.where(self.weight > 0, self.weight, jnp.ones_like(self.weight)))
-        return jax.tree.map(lambda x: x / _along(divisor(x.dtype), x), self.sum)
+        divisor = cached_cast(jnp.where(self.weight > 0, self.weight, jnp.ones_like(self.weight)))
+        return jax.tree.map(lambda x: x / _expand_to_rank(divisor(x.dtype), x), self.sum)
 
 
 def _wide(x: Any) -> Any:
@@ -63,7 +63,7 @@ def _wide(x: Any) -> Any:
     return cast(x, at_least_float32(x.dtype) if is_float else jnp.float32)
 
 
-def _along(weight: jax.Array, x: jax.Array) -> jax.Array:
+def _expand_to_rank(weight: jax.Array, x: jax.Array) -> jax.Array:
     """Return a weight with leading dimensions of `x` so that it is broadcast over the others."""
     if weight.ndim == 0:
         return weight

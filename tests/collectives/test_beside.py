@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxslowmo.collectives import _means, mean_beside
+from jaxslowmo.collectives import _means, async_mean
 
 
 @pytest.mark.parametrize(("replicas", "size"), [(3, 7), (8, 64)])
@@ -25,7 +25,7 @@ def test_the_mean_by_permutes_is_the_mean_and_equal_on_all_replicas(replicas, si
 def test_up_to_16_replicas_on_tpus_send_by_permutes(on_tpu, replicas, monkeypatch):
     monkeypatch.setattr(_means, "is_on_tpu", lambda axis_name: on_tpu)
     mapped = jax.shard_map(
-        lambda x: mean_beside(x, "replica", None),
+        lambda x: async_mean(x, "replica", None),
         mesh=AbstractMesh((replicas,), ("replica",)),
         in_specs=P(),
         out_specs=P(),

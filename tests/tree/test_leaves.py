@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jaxslowmo.tree import (
     all_finite,
     apply_exactly,
-    landing,
+    params_after_update,
     plan_buffers,
     updates_to,
     widen_updates,
@@ -124,7 +124,7 @@ def test_nothing_is_narrowed():
     with jax.enable_x64(True):
         params = {"d": jnp.ones(2, jnp.float64), "b": jnp.ones(2, jnp.bfloat16)}
         updates = {"d": jnp.full(2, 2**-40, jnp.float64), "b": jnp.full(2, 2**-12, jnp.bfloat16)}
-        y = landing(params, updates)
+        y = params_after_update(params, updates)
         assert (y["d"].dtype, y["b"].dtype) == (jnp.float64, jnp.float32)
         assert np.all(np.asarray(y["d"]) == 1 + 2**-40)
         assert np.all(np.asarray(y["b"]) == 1 + 2**-12)  # not rounded to bfloat16

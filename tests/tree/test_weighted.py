@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxslowmo.tree import Weighted
+from jaxslowmo.tree import WeightedSum
 
 DTYPES = ["float32", "bfloat16", "float16", "int32", "uint8", "bool", "complex64"]
 CASES = st.fixed_dictionaries(
@@ -51,7 +51,9 @@ def test_as_numpy(case):
         else:
             values = [wide for _, wide in drawn]
             totals = [total + weight * x for total, x in zip(totals, values, strict=True)]
-        terms.append(Weighted.of(arrays, None if case["counts"] else jnp.float32(weight)))
+        terms.append(
+            WeightedSum.from_value(arrays, None if case["counts"] else jnp.float32(weight))
+        )
     found, whole = functools.reduce(operator.add, terms), sum(weights)
     np.testing.assert_array_equal(found.weight, whole)
     for dtype, total, mean, wanted in zip(
@@ -71,10 +73,12 @@ def test_weights_along_leading_dimensions_are_those_of_each_row():
     values = {"a": source.normal(size=(3, 2)).astype(np.float32), "b": np.float32([1, np.nan, 3])}
     weight = np.float32([2, 0, 5])
     rows = [
-        Weighted.of(jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), values), jnp.asarray(weight[i]))
+        WeightedSum.from_value(
+            jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), values), jnp.asarray(weight[i])
+        )
         for i in range(3)
     ]
-    found = Weighted.of(jax.tree.map(jnp.asarray, values), jnp.asarray(weight))
+    found = WeightedSum.from_value(jax.tree.map(jnp.asarray, values), jnp.asarray(weight))
     wanted = jax.tree.map(lambda *x: np.stack(x), *rows)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     means = jax.tree.map(lambda *x: np.stack(x), *(row.mean for row in rows))
@@ -86,9 +90,9 @@ def test_it_is_a_carry_of_a_loop(dtype):
     """Ones in half precision, one after the other, would stop adding at 2048 or 256."""
     ones = jnp.ones([3000, 2], dtype)
     zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(Weighted.of, ones[0])
+        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(WeightedSum.from_value, ones[0])
     )
-    total, _ = jax.lax.scan(lambda total, x: (total + Weighted.of(x), None), zeros, ones)
+    total, _ = jax.lax.scan(lambda total, x: (total + WeightedSum.from_value(x), None), zeros, ones)
     assert total.sum.tolist() == [3000, 3000]
     assert total.weight == 3000
     assert total.mean.tolist() == [1, 1]
@@ -97,6 +101,9 @@ def test_it_is_a_carry_of_a_loop(dtype):
 def test_float64_stays():
     with jax.enable_x64(True):
         third = jnp.asarray([1 / 3], jnp.float64)
-        mean = (Weighted.of(third, jnp.float32(3)) + Weighted.of(third, jnp.float32(4))).mean
+        mean = (
+            WeightedSum.from_value(third, jnp.float32(3))
+            + WeightedSum.from_value(third, jnp.float32(4))
+        ).mean
         assert mean.dtype == jnp.float64
         np.testing.assert_allclose(mean, [1 / 3], rtol=1e-15)

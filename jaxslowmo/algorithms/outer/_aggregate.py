@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._support.checks import ArgumentError, as_number
 from ..._support.types import PyTree
-from ...collectives import quotient, scaled
+from ...collectives import quotient, scale
 from ...collectives.codecs import Codec
 from ...transform import ReplicaGroup
 from ...tree import leaf_names
@@ -31,8 +31,8 @@ class RadialDirectional:
         # Decoupled DiLoCo, of a leaf with displacements v and weights w of the replicas:
         #   (sum w |v| / sum w) unit(sum w unit(v)),  unit(v) = v / |v|
         parts = [quotient(x, n) if c else x for x, n, c in zip(leaves, norms, chosen, strict=True)]
-        parts = [scaled(x, mass) for x in parts]
-        numbers = jnp.stack([*(scaled(n, mass).astype(mass.dtype) for n in norms), mass])
+        parts = [scale(x, mass) for x in parts]
+        numbers = jnp.stack([*(scale(n, mass).astype(mass.dtype) for n in norms), mass])
         *radii, total = replicas.plain.mean_number(numbers)
         means = replicas.reduce_scatter(treedef.unflatten(parts), role="slow")
         out = []

@@ -13,7 +13,7 @@ import jax
 from ..._support.types import PyTree, axis_names
 from ...collectives import block_sizes, in_blocks, is_in_blocks
 from ...transform import ReplicaGroup, run_if, unseen_zero
-from ...tree import leaf_names, note_buffers, noted_buffers, of_form, plan_buffers
+from ...tree import has_form_of, leaf_names, note_buffers, noted_buffers, plan_buffers
 from ._fragments import Fragment
 
 Displaced = Callable[[ReplicaGroup, PyTree, PyTree], PyTree]
@@ -62,7 +62,7 @@ def slow_step_in_blocks(
     large = _num_parts(replicas, params)
     if not large:
         return slow_step(displaced, step, replicas, params, anchor, outer)
-    is_alike = of_form(anchor)
+    is_alike = has_form_of(anchor)
     states, form = jax.tree.flatten(outer, is_leaf=is_alike)
     places = [i for i, x in enumerate(states) if is_alike(x)]
     trees = [params, anchor, *(states[i] for i in places)]

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...collectives import mean_beside, mean_in_codec, quotient
+from ...collectives import async_mean, mean_in_codec, quotient
 from ...mesh import uniform
 from ...transform import Overlapped, ReplicaGroup, packing_of
 from ...tree import Buffer, at_least_float32
@@ -52,7 +52,7 @@ def nothing_in_flight(values: PyTree, residual: PyTree) -> InFlight:
 def average_part(flight: InFlight, replicas: ReplicaGroup, delay: int) -> InFlight:
     """Return what is in flight of a fragment with its next part replaced by its mean.
 
-    Communication: that of `mean_beside` of 1 / delay of each flat buffer of the fragment.
+    Communication: that of `async_mean` of 1 / delay of each flat buffer of the fragment.
     """
 
     def run(group: ReplicaGroup, flight: InFlight) -> list[InFlight]:
@@ -87,7 +87,7 @@ def _with_mean(flight: InFlight, number: jax.Array, replicas: ReplicaGroup, dela
         padded = [jnp.pad(x, padding) for x in held]
         part = lax.dynamic_slice(padded[0], (start,), (size,))
         if codec is None:
-            new = [mean_beside(part, axes, local)]
+            new = [async_mean(part, axes, local)]
         else:
             mean, lost = mean_in_codec(part, axes, codec, local)
             new = [mean, kept(codec, lost)][: len(held)]
@@ -106,18 +106,18 @@ def _with_mean(flight: InFlight, number: jax.Array, replicas: ReplicaGroup, dela
 def average_all(flight: InFlight, *, replicas: ReplicaGroup, delay: int) -> InFlight:
     """Return what is in flight of a fragment with all of its `delay` parts averaged, at once.
 
-    Communication: that of `mean_beside`, of each flat buffer of the fragment.
+    Communication: that of `async_mean`, of each flat buffer of the fragment.
     """
     axes, local = replicas.axis_name, replicas.local_axis_name
 
     def averaged(buffer: Buffer, flat: jax.Array) -> jax.Array:
         del buffer
-        return mean_beside(flat, axes, local)
+        return async_mean(flat, axes, local)
 
     if replicas.codec is None:
         # Parts that are a mean already keep it.
         packing = packing_of(flight.values, replicas)
-        flight = flight._replace(values=packing.through(averaged, flight.values, role="slow"))
+        flight = flight._replace(values=packing.map_buffers(averaged, flight.values, role="slow"))
     else:
         # One after the other, so that the codes are those of the parts; no mean is sent twice.
         for number in range(delay):

@@ -14,7 +14,7 @@ import optax
 from ..._support.checks import ArgumentError, checked_int, checks_flags
 from ..._support.types import PyTree
 from ...transform import Every
-from ...tree import Staged, leaf_names, of_form, parts_of
+from ...tree import Staged, has_form_of, leaf_names, parts_of
 
 TAKE, SEND, SLOW = "take", "send", "slow"  # the first two with a delay
 
@@ -213,7 +213,7 @@ def state_of(
         return states.rest[fragment.number]
     part = fragment.of(anchor)
     template = jax.eval_shape(init, part)
-    is_alike = of_form(part)
+    is_alike = has_form_of(part)
     leaves, treedef = jax.tree.flatten(template, is_leaf=is_alike)
     moments = iter([fragment.of(m) for m in states.moments])
     rest = iter(states.rest[fragment.number])
@@ -222,7 +222,7 @@ def state_of(
 
 def _parted(state: PyTree, like: PyTree) -> tuple[list[PyTree], list[Any]]:
     """Return the trees in `state` that are like `like`, and the other leaves."""
-    is_alike = of_form(like)
+    is_alike = has_form_of(like)
     leaves = jax.tree.leaves(state, is_leaf=is_alike)
     return [x for x in leaves if is_alike(x)], [x for x in leaves if not is_alike(x)]
 

@@ -23,7 +23,7 @@ import optax
 
 from ..._support.checks import ArgumentError, as_number, checked_int
 from ..._support.types import PyTree
-from ...collectives import quotient, scaled
+from ...collectives import quotient, scale
 from ...transform import (
     Algorithm,
     Carry,
@@ -39,7 +39,7 @@ from ...transform import (
     over_stages,
     run_if,
 )
-from ...tree import Staged, added, at_least_float32, parts_of, subtracted, widen_updates
+from ...tree import Staged, add, at_least_float32, parts_of, subtract, widen_updates
 from .._error_feedback import first_memory, has_leaves, kept, part_to_send
 from ._aggregate import NormWeighted, RadialDirectional
 from ._blocks import Displaced, slow_step, slow_step_in_blocks
@@ -401,7 +401,7 @@ class _Outer:
             # D, the pseudo-gradient: the displacement since the last slow step, sign reversed.
             if not self.exact_average:
                 state = self.outer_state(carry)
-                values = jax.tree.map(subtracted, state["anchor"], carry.params)
+                values = jax.tree.map(subtract, state["anchor"], carry.params)
             else:
                 x, mass = self.weighted(carry, context)
                 values, mass = self.judged(fragment, fragment.of(x), mass, replicas, carry)
@@ -464,8 +464,8 @@ class _Outer:
             x = jax.tree.map(summed, x, *(tree for _, tree in pairs[1:]))
             mass = jnp.asarray(sum(w for w, _ in pairs))
         if weight is not None:
-            x = jax.tree.map(lambda leaf: scaled(leaf, weight), x)
-            mass = weight if mass is None else scaled(mass, weight)
+            x = jax.tree.map(lambda leaf: scale(leaf, weight), x)
+            mass = weight if mass is None else scale(mass, weight)
         return x, mass
 
     def displacement(
@@ -493,7 +493,7 @@ class _Outer:
 
         def displaced(replicas: ReplicaGroup, x: PyTree, anchor: PyTree) -> PyTree:
             mean = jax.tree.map(mean_of, replicas.reduce_scatter(x, role="slow"), anchor)
-            return jax.tree.map(subtracted, anchor, mean)
+            return jax.tree.map(subtract, anchor, mean)
 
         return displaced
 
@@ -510,8 +510,8 @@ class _Outer:
             return x, mass
         v = own_displacement(x, mass, fragment.of(carry.shared["anchor"]))
         factor = self.aggregate.factor(v, mass, replicas)
-        x = jax.tree.map(lambda leaf: scaled(leaf, factor), x)
-        return x, factor if mass is None else scaled(mass, factor)
+        x = jax.tree.map(lambda leaf: scale(leaf, factor), x)
+        return x, factor if mass is None else scale(mass, factor)
 
     def parts(
         self,
@@ -590,7 +590,7 @@ class _Outer:
                     "there is no loss for one that needs `value`, `grad` or `value_fn`."
                 )
                 raise
-            return jax.tree.map(added, anchor, step), outer
+            return jax.tree.map(add, anchor, step), outer
 
         # The anchor replaces the parameters. Adding a step to them instead would let the replicas
         # drift apart by rounding, a little with every slow step.
@@ -672,8 +672,8 @@ class _Outer:
         # the two, and is part of the next way.
         sent = carry.local["sent"]
         reference = fragment.of(sent.reference)
-        way = jax.tree.map(subtracted, anchor, replicas.block(reference))
-        reference = jax.tree.map(added, reference, replicas.all_gather(way, leaves, codec=codec))
+        way = jax.tree.map(subtract, anchor, replicas.block(reference))
+        reference = jax.tree.map(add, reference, replicas.all_gather(way, leaves, codec=codec))
         sent = sent._replace(reference=fragment.put(sent.reference, reference))
         carry = carry._replace(local=carry.local | {"sent": sent})
         return reference, anchor if codec.error_feedback else replicas.block(reference), carry
@@ -726,7 +726,7 @@ class _Outer:
         displacement = replicas.block(average)
         anchor = fragment.of(carry.shared["anchor"])
         if self.group.codec is None:
-            displacement = jax.tree.map(subtracted, anchor, displacement)
+            displacement = jax.tree.map(subtract, anchor, displacement)
             displacement = jax.tree.map(lambda x: jnp.where(has_weight, x, 0), displacement)
             after = carry
         else:
@@ -748,7 +748,7 @@ class _Outer:
 def own_displacement(x: PyTree, mass: jax.Array | None, anchor: PyTree) -> PyTree:
     """Return how far a replica is from the anchor, sign reversed, of its weighted parameters."""
     z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
-    return jax.tree.map(subtracted, anchor, z)
+    return jax.tree.map(subtract, anchor, z)
 
 
 def merged(local: PyTree, anchor: PyTree, merge: float) -> PyTree:

@@ -79,12 +79,12 @@ class Blocks(Codec):
             neighbours of x, and x on average. None rounds to nearest, and ties to even.
         """
         if self.mantissa is None:
-            return _rounded(x, noise).astype(self.dtype)
+            return _round(x, noise).astype(self.dtype)
         # The distance of codes around x is 2**(exponent - mantissa). Rounding in float32 makes the
         # cast exact on every platform.
         exponent = (lax.bitcast_convert_type(x, jnp.int32) >> 23 & 0xFF) - 127
         steps = jnp.maximum(exponent, self.least_exponent) - self.mantissa
-        return (_rounded(x * _power(-steps), noise) * _power(steps)).astype(self.dtype)
+        return (_round(x * _power(-steps), noise) * _power(steps)).astype(self.dtype)
 
     def num_blocks(self, size: int) -> int:
         """Return the number of blocks of a row of `size` elements."""
@@ -143,7 +143,7 @@ def from_nibbles(held: jax.Array, size: int) -> jax.Array:
     return both[:, :size].astype(jnp.int8) - np.int8(8)
 
 
-def _rounded(x: jax.Array, noise: jax.Array | None) -> jax.Array:
+def _round(x: jax.Array, noise: jax.Array | None) -> jax.Array:
     if noise is None:
         return jnp.round(x)
     below = jnp.floor(x)

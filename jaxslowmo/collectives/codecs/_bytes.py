@@ -47,21 +47,21 @@ def unpack(packed: jax.Array, *kinds: Kind) -> list[jax.Array]:
     return parts
 
 
-def _unsigned(itemsize: int) -> Any:
+def _unsigned_dtype(itemsize: int) -> Any:
     return jnp.dtype(f"uint{8 * itemsize}")
 
 
 def _bytes(x: jax.Array) -> jax.Array:
     """Return all lowest bytes, then the next; bytes as a last dimension fill whole TPU lanes."""
     itemsize = x.dtype.itemsize
-    bits = lax.bitcast_convert_type(x, _unsigned(itemsize))
+    bits = lax.bitcast_convert_type(x, _unsigned_dtype(itemsize))
     return jnp.concatenate([(bits >> 8 * i).astype(jnp.uint8) for i in range(itemsize)], axis=1)
 
 
 def _from_bytes(data: jax.Array, size: int, dtype: Any) -> jax.Array:
     itemsize = jnp.dtype(dtype).itemsize
     planes = [
-        data[:, i * size : (i + 1) * size].astype(_unsigned(itemsize)) << 8 * i
+        data[:, i * size : (i + 1) * size].astype(_unsigned_dtype(itemsize)) << 8 * i
         for i in range(itemsize)
     ]
     return functools.reduce(operator.or_, planes).view(dtype)

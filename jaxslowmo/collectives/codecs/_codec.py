@@ -83,7 +83,7 @@ class Half(Codec):
         """See `Codec.encode`; numbers beyond the format's range become its largest."""
         del key
         largest = float(jnp.finfo(self.dtype).max)
-        near = self.rounded(jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x))
+        near = self.round(jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x))
         return pack(near.astype(self.dtype))
 
     def decode(self, sent: jax.Array, size: int) -> jax.Array:
@@ -117,18 +117,18 @@ class Half(Codec):
         limit = 2.0 ** (jnp.finfo(self.dtype).maxexp - 1)
         clipped = jnp.where(jnp.isfinite(x), jnp.clip(x, -limit, limit), x)
         if factor is None:
-            part = self.rounded(clipped / divisor)
+            part = self.round(clipped / divisor)
             sent = part * divisor
         else:
             share, has_share = factor.astype(x.dtype) / divisor, factor > 0
-            part = self.rounded(jnp.where(has_share, clipped * share, jnp.zeros_like(x)))
+            part = self.round(jnp.where(has_share, clipped * share, jnp.zeros_like(x)))
             sent = part / jnp.where(has_share, share, jnp.ones_like(share))
         residual = x - (sent if self.error_feedback else clipped)
         if factor is not None:
             residual = jnp.where(factor > 0, residual, jnp.zeros_like(residual))
         return part.astype(self.dtype), residual
 
-    def rounded(self, x: jax.Array) -> jax.Array:
+    def round(self, x: jax.Array) -> jax.Array:
         """Return the nearest number of the format, in the dtype of `x`.
 
         Communication: none.

@@ -56,7 +56,7 @@ class TopK(Codec):
         places = jax.lax.top_k(magnitude, count)[1]
         values = jnp.take_along_axis(padded, places, axis=2)
         places = places.astype(self._places)
-        return pack(*[part.reshape(rows, -1) for part in (places, *self._encoded(values))])
+        return pack(*[part.reshape(rows, -1) for part in (places, *self._encode_values(values))])
 
     def decode(self, sent: jax.Array, size: int) -> jax.Array:
         """See `Codec.decode`; values of 64 bits stay so."""
@@ -64,7 +64,7 @@ class TopK(Codec):
         parts = unpack(sent, (chunks * count, self._places), *self._kinds(chunks, count))
         rows = sent.shape[0]
         places, *rest = [part.reshape(rows, chunks, -1) for part in parts]
-        values: Any = self._decoded(rest, count)
+        values: Any = self._decode_values(rest, count)
         first = np.arange(chunks, dtype=np.int32)[None, :, None] * np.int32(chunk)
         flat: Any = (places.astype(jnp.int32) + first).reshape(rows, -1)
         if isinstance(values, np.ndarray):
@@ -73,10 +73,10 @@ class TopK(Codec):
             return dense[:, :size]
         whole = jnp.zeros_like(values, shape=(rows, chunks * chunk))
 
-        def put(whole: jax.Array, flat: jax.Array, values: jax.Array) -> jax.Array:
+        def scatter(whole: jax.Array, flat: jax.Array, values: jax.Array) -> jax.Array:
             return whole.at[flat].set(values, unique_indices=True)
 
-        return jax.vmap(put)(whole, flat, values.reshape(rows, -1))[:, :size]
+        return jax.vmap(scatter)(whole, flat, values.reshape(rows, -1))[:, :size]
 
     @property
     def _places(self) -> Any:
@@ -96,7 +96,7 @@ class TopK(Codec):
             return [(chunks * math.ceil(count / 4), jnp.uint8), (chunks * 2, jnp.bfloat16)]
         return [(chunks * count, self.values)]
 
-    def _encoded(self, values: jax.Array) -> list[jax.Array]:
+    def _encode_values(self, values: jax.Array) -> list[jax.Array]:
         """Return the parts in which values `(r, chunks, count)` are sent."""
         if self.values not in ("int8", "bits2"):
             return [values.astype(self.values)]
@@ -116,8 +116,8 @@ class TopK(Codec):
         held = codes[:, :, 0] | codes[:, :, 1] | codes[:, :, 2] | codes[:, :, 3]
         return [held, jnp.concatenate(levels, axis=2).astype(jnp.bfloat16)]
 
-    def _decoded(self, parts: Sequence[jax.Array], count: int) -> jax.Array:
-        """Return the values, in at least float32; the inverse of `_encoded`."""
+    def _decode_values(self, parts: Sequence[jax.Array], count: int) -> jax.Array:
+        """Return the values, in at least float32; the inverse of `_encode_values`."""
         if self.values == "int8":
             codes, largest = parts
             return codes.astype(jnp.float32) * (1 / _INT8) * largest.astype(jnp.float32)

@@ -30,7 +30,7 @@ from ...transform import (
     check_axis_argument,
     passing_state,
 )
-from ...tree import Staged, at_least_float32, by_dtype, cast, kept_if, leaf_names
+from ...tree import Staged, at_least_float32, cached_cast, cast, leaf_names, zero_unless
 from .._leaves import in_wide, is_number
 from ..sparse import RowGradient, WithRows, arrays_of, coalesce, is_row_gradient
 from ..tied import TiedGroup, checked_groups, tied_members
@@ -193,7 +193,7 @@ def global_norm(
 
     # A maximum does not change if several devices count the same leaf.
     total = joined(
-        joined(leaf_terms) if share is None or largest else kept_if(share, joined(leaf_terms))
+        joined(leaf_terms) if share is None or largest else zero_unless(share, joined(leaf_terms))
         for share, leaf_terms in parts.values()
     )
     if largest:  # not every backend's maximum keeps a NaN
@@ -206,7 +206,7 @@ def global_norm(
 
 def scaled(tree: PyTree, scale: jax.Array) -> PyTree:
     """Return gradients times a number, computed in at least float32, in their own dtypes."""
-    factor = by_dtype(scale)
+    factor = cached_cast(scale)
     return in_wide(lambda x: x * factor(jnp.finfo(x.dtype).dtype), tree)
 
 

@@ -13,7 +13,7 @@ from ..._support.types import PyTree
 from ...mesh import max_over
 from ...tracing import FullLoss
 from ...transform import known_states, remembered
-from ...tree import all_finite, at_least_float32, cast, kept_if, parts_of
+from ...tree import all_finite, at_least_float32, cast, parts_of, zero_unless
 from .._leaves import divided, is_number
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
@@ -240,7 +240,7 @@ def anywhere(flag: jax.Array, axes: Iterable[str], weight: jax.Array | None) -> 
 def zero_if(overflow: jax.Array, tree: PyTree) -> PyTree:
     """Return `tree`, with zeros for all its numbers where `overflow`, () bool, is True."""
     keep = ~overflow
-    return jax.tree.map(lambda x: kept_if(keep, jnp.asarray(x)) if is_number(x) else x, tree)
+    return jax.tree.map(lambda x: zero_unless(keep, jnp.asarray(x)) if is_number(x) else x, tree)
 
 
 def as_before_if(overflow: jax.Array, new: PyTree, old: PyTree) -> PyTree:

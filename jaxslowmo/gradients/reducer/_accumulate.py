@@ -24,7 +24,7 @@ from ...transform import (
     run_if,
     spec_of,
 )
-from ...tree import Weighted, at_least_float32, cast, check_floating, zeros_like
+from ...tree import WeightedSum, at_least_float32, cast, check_floating, zeros_like
 
 _OWNER = "accumulate"
 
@@ -101,12 +101,12 @@ def accumulate(
         if share is not None and not average:
             raise ValueError(f"{_OWNER}: `weight` needs average=True, got average=False.")
         count = increment(state.count)
-        sums = Weighted(state.total, state.weight) + Weighted.of(updates, share)
+        sums = WeightedSum(state.total, state.weight) + WeightedSum.from_value(updates, share)
         state = AccumulateState(count, sums.sum, sums.weight, state.inner)
 
         @partial(jax.jit, inline=True)  # traced once for both branches; it adds no call
         def update(s: AccumulateState) -> tuple[PyTree, AccumulateState]:
-            whole = Weighted(s.total, s.weight).mean if average else s.total
+            whole = WeightedSum(s.total, s.weight).mean if average else s.total
             whole = jax.tree.map(lambda t, g: cast(t, g.dtype), whole, updates)
             arguments = extra if share is None else {**extra, "weight": s.weight}
             new_updates, after = transform.update(whole, s.inner, params, **arguments)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.scopes import GRADIENTS
 from ..._support.types import AxisName, PyTree
-from ...collectives import all_mean, relative_weight, scaled, total_weight, weighted_means
+from ...collectives import all_mean, relative_weight, scale, total_weight, weighted_means
 from ...mesh import axis_names, vary_over
 from ...transform import Arrays, ReplicaGroup, TreePacking
 from ...tree import Buffer, leaf_names, plan_buffers
@@ -184,7 +184,7 @@ def reduce_with_hook(
     ) -> list[Any]:
         flats, results, after = buckets.pack(grads, role=GRADIENTS), [], []
         if factor is not None:
-            flats = [scaled(flat, factor) for flat in flats]
+            flats = [scale(flat, factor) for flat in flats]
         hook_buckets = _hook_buckets(buckets, flats, axes, count)
         held = [hook.init(x) for x in hook_buckets] if holds_none else _of_device(own, states)
         for bucket, state in zip(hook_buckets, held, strict=True):

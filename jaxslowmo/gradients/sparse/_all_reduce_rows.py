@@ -14,7 +14,7 @@ from ..._support.checks import check_choice, check_names
 from ..._support.scopes import ALL_REDUCE_ROWS
 from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
-from ...collectives import all_mean, gather_slices, quotient, scaled
+from ...collectives import all_mean, gather_slices, quotient, scale
 from ...mesh import axis_names, axis_size, require_axes, sum_over
 from ...transform import (
     GradientTransform,
@@ -328,7 +328,7 @@ class TableReduction:
         dense = gradient.to_dense() if isinstance(gradient, RowGradient) else gradient
         if shares is None:
             return all_mean(dense, self.axis_name)
-        part = scaled(dense, shares[lax.axis_index(self.axis_name)])
+        part = scale(dense, shares[lax.axis_index(self.axis_name)])
         return sum_over(part, self.axis_name)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...collectives import scaled
+from ...collectives import scale
 from ...tree import at_least_float32
 from ._row_gradient import RowGradient, add_entries, check_row_gradient, checked_capacity, inside
 
@@ -155,7 +155,7 @@ def add_in_order(
         place, device_values, *share = one
         device_values = device_values.astype(wide)
         if share:
-            device_values = scaled(device_values, *share)
+            device_values = scale(device_values, *share)
         return add_entries(total, place, device_values), None
 
     entries = (places, values) if shares is None else (places, values, shares)

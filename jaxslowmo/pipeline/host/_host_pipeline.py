@@ -10,7 +10,7 @@ from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..._support.types import CompilerOptions, PyTree
-from ...tree import Staged, Weighted, at_least_float32, type_text
+from ...tree import Staged, WeightedSum, at_least_float32, type_text
 from .._pipelined import Pipelined
 from .._plan import Plan, Totals
 from ..model import Loss, LossTerms
@@ -351,10 +351,12 @@ def _without_states(results: Results) -> Results:
 
 
 @jax.jit
-def _terms(results: Results) -> tuple[Weighted, Weighted]:
+def _terms(results: Results) -> tuple[WeightedSum, WeightedSum]:
     """Return what a part adds to sums: loss and gradients with the loss' weight, and metrics."""
     loss = results.loss
-    return Weighted.of((loss.value, results.grads), loss.weight), Weighted.of(loss.metrics)
+    return WeightedSum.from_value((loss.value, results.grads), loss.weight), WeightedSum.from_value(
+        loss.metrics
+    )
 
 
 @jax.jit
@@ -363,7 +365,7 @@ def _sum(total: PyTree, terms: PyTree) -> PyTree:
 
 
 @jax.jit
-def _mean(total: tuple[Weighted, Weighted], last: Results) -> Results:
+def _mean(total: tuple[WeightedSum, WeightedSum], last: Results) -> Results:
     """Return means over the parts from their sums, in the dtypes of `last`; metrics stay wide."""
     of_loss, metrics = total
     like = last.loss.value, last.grads

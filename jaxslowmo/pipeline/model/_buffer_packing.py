@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
 from ...mesh import array_from_host, only_over
-from ...tree import Leaf, LeafPlace, Staged, promoted
+from ...tree import Leaf, LeafPlace, Staged, promoted_dtype
 from ._ties import mirrors
 
 _MULTIPLE = 64  # of elements; below its square the padding would be above 1.6 %
@@ -162,7 +162,7 @@ class BufferPacking:
         shape = *lead, *self.shapes[name][1:]
         if not pieces:
             return numpy.zeros(shape, np.dtype(name.partition("/")[0]))
-        dtype = promoted(*pieces)
+        dtype = promoted_dtype(*pieces)
         if len(pieces) > 1:
             pieces = [numpy.concatenate([piece.astype(dtype) for piece in pieces], -1)]
         lack = shape[-1] - pieces[0].shape[-1]
@@ -245,7 +245,7 @@ class BufferPacking:
 
     def _leaf_like(self, x: Any, parameter: Leaf | None) -> Leaf:
         spec = parameter.spec if parameter is not None and parameter.shape == x.shape else P()
-        return Leaf.of(x, spec, self.axis_sizes)
+        return Leaf.from_array(x, spec, self.axis_sizes)
 
     # All stages.
 

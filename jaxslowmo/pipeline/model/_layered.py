@@ -17,7 +17,7 @@ from jax import lax
 from ..._support.types import PyTree
 from ...tracing import Quotient, check_loss
 from ...transform import LossProgram
-from ...tree import check_arrays, leaf_names, promoted
+from ...tree import check_arrays, leaf_names, promoted_dtype
 from ._microbatches import Keyed
 from ._ties import Groups, TiedLeaf, Ties, as_one, as_ties, tied_positions, tied_transform
 
@@ -545,7 +545,7 @@ def loss_terms(value: Any) -> LossTerms:
 def _pair(x: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
     """Return a sum and its weight as floating arrays; each may be a number or an integer count."""
     total, weight = x
-    weight = jnp.asarray(weight, promoted(jnp.result_type(weight), jnp.float32))
+    weight = jnp.asarray(weight, promoted_dtype(jnp.result_type(weight), jnp.float32))
     return _floating(total), weight
 
 

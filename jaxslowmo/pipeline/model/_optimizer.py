@@ -18,7 +18,7 @@ from ..._support.types import PyTree
 from ...mesh import only_over
 from ...tracing import constants_in, equations_in, loss_arguments
 from ...transform import instead_of, takes_extra
-from ...tree import Staged, leaf_names, promoted, type_text
+from ...tree import Staged, leaf_names, promoted_dtype, type_text
 from ._buffer_packing import BufferPacking
 from ._elements import Element, ElementReader
 from ._ties import Change, for_each_copy, seen_once
@@ -490,7 +490,7 @@ def _switch(branches: Sequence[Callable[..., Any]], *operands: PyTree) -> Callab
         key = str(closed.jaxpr), *map(id, (*constants_in(closed), *callbacks))
         numbers.append(programs.setdefault(key, (len(programs), closed))[0])
     # `jnp.result_type` refuses PRNG keys, so equal dtypes are kept without it.
-    widest = [x[0] if len(set(x)) == 1 else promoted(*x) for x in zip(*kinds, strict=True)]
+    widest = [x[0] if len(set(x)) == 1 else promoted_dtype(*x) for x in zip(*kinds, strict=True)]
 
     def run(closed: Any, *operands: PyTree) -> PyTree:
         results = map(jnp.asarray, jaxpr_as_fun(closed)(*jax.tree.leaves(operands)))

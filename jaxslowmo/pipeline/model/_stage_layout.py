@@ -346,7 +346,7 @@ def _leaf(name: str, x: Any, spec: P, sizes: Sequence[tuple[str, int]]) -> Leaf:
                 f"`param_specs` has {spec} for {name!r} of shape {list(shape)}, whose "
                 f"dimension of {size} does not divide by the {parts} devices along {names}."
             )
-    return Leaf.of(x, spec, sizes)
+    return Leaf.from_array(x, spec, sizes)
 
 
 def _as_array(x: Any) -> Any:

@@ -23,7 +23,7 @@ from ...gradients.sparse import Rows
 from ...mesh import from_first, is_shared, own_keys, place_key
 from ...tracing import FullLoss, as_quotient, ready_order
 from ...transform import ReplicaGroup, unless_idle
-from ...tree import Weighted, added, at_least_float32, cast, parts_of, zeros_like
+from ...tree import WeightedSum, add, at_least_float32, cast, parts_of, zeros_like
 from .._train_state import TrainState
 
 Metrics = dict[str, Any]
@@ -52,7 +52,7 @@ class GradientWindow(NamedTuple):
       num_placed: (replicas,) int32, batches in the room; None without tables.
     """
 
-    grads: Weighted
+    grads: WeightedSum
     metrics: Metrics
     model_state: PyTree
     count: jax.Array
@@ -246,9 +246,9 @@ class BatchGradients:
             return as_value(as_quotient(self.at(params, data)[0])[0])
         parts = split_batch(batch, self.accumulate, self.num_devices)
 
-        def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, Weighted]:
+        def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, WeightedSum]:
             loss, (_, state) = self.at(params, LossData(*x, state))
-            return state, Weighted.of(*as_quotient(loss))
+            return state, WeightedSum.from_value(*as_quotient(loss))
 
         keys = jax.random.split(key, self.accumulate)
         _, terms = lax.scan(one, model_state, (parts, keys))
@@ -318,7 +318,7 @@ class BatchGradients:
         if axes := self.inner_axes:
             is_pair = "loss_weight" in metrics
             if is_pair:
-                terms = Weighted.of(metrics["loss"], metrics["loss_weight"])
+                terms = WeightedSum.from_value(metrics["loss"], metrics["loss_weight"])
                 metrics = {**metrics, "loss": terms.sum}
             with jax.named_scope(METRICS):
                 leaves, treedef = jax.tree.flatten(metrics)
@@ -326,7 +326,7 @@ class BatchGradients:
                 parts = [x[0] if len(x) == 1 else lax.complex(*x) for x in means]
                 metrics = treedef.unflatten(parts)
             if is_pair:
-                of_loss = Weighted(metrics["loss"], metrics["loss_weight"])
+                of_loss = WeightedSum(metrics["loss"], metrics["loss_weight"])
                 whole = of_loss.weight * lax.axis_size(axes)
                 metrics = {**metrics, "loss": of_loss.mean, "loss_weight": whole}
         return metrics if weight is None else {**unless_idle(metrics, weight), "weight": weight}
@@ -386,7 +386,7 @@ def value_and_gradients(
         sums, state = carry
         (metrics, state), grads, embedded_grads = one(state, *x)
         terms = _terms(grads, metrics, metrics.get("loss_weight"))
-        return (jax.tree.map(added, sums, terms), state), embedded_grads
+        return (jax.tree.map(add, sums, terms), state), embedded_grads
 
     zeros = _zero_sums(params, like, like.get("loss_weight"))
     (sums, model_state), embedded_grads = lax.scan(add, (zeros, model_state), (parts, keys))
@@ -431,12 +431,12 @@ def split_batch(batch: PyTree, parts: int, num_devices: int = 1) -> PyTree:
 # Sums over microbatches, and over the batches of a window.
 
 
-def _terms(grads: PyTree, metrics: Metrics, share: jax.Array | None) -> tuple[Weighted, Metrics]:
+def _terms(grads: PyTree, metrics: Metrics, share: jax.Array | None) -> tuple[WeightedSum, Metrics]:
     """Return what a batch, or a part of one, adds to sums; `share` is its gradients' weight."""
-    return Weighted.of(grads, share), weighted_metrics(metrics)
+    return WeightedSum.from_value(grads, share), weighted_metrics(metrics)
 
 
-def _zero_sums(*like: PyTree) -> tuple[Weighted, Metrics]:
+def _zero_sums(*like: PyTree) -> tuple[WeightedSum, Metrics]:
     """Return zeros to which `_terms` are added, from types of its arguments."""
     return jax.tree.map(zeros_like, jax.eval_shape(_terms, *like))
 
@@ -468,7 +468,7 @@ def added_to(window: GradientWindow, gradients: Gradients, *, fits: bool) -> Gra
     """
     weight, place = gradients.weight, window.num_placed if fits else None
     terms = _terms(gradients.grads, gradients.metrics, gradients.share)
-    grads, metrics = jax.tree.map(added, (window.grads, window.metrics), terms)
+    grads, metrics = jax.tree.map(add, (window.grads, window.metrics), terms)
     return GradientWindow(
         grads,
         metrics,
@@ -542,14 +542,14 @@ def weight_of(name: str, metrics: Mapping[str, Any]) -> Any:
 def weighted_metrics(metrics: Mapping[str, Any]) -> Metrics:
     """Return what the metrics of a batch add to sums over batches."""
     return {
-        name: x if name in _WEIGHTS else Weighted.of(x, weight_of(name, metrics))
+        name: x if name in _WEIGHTS else WeightedSum.from_value(x, weight_of(name, metrics))
         for name, x in metrics.items()
     }
 
 
 def mean_metrics(sums: Metrics) -> Metrics:
     """Return the means of sums of `weighted_metrics`, and the sums of the weights."""
-    return {name: x.mean if isinstance(x, Weighted) else x for name, x in sums.items()}
+    return {name: x.mean if isinstance(x, WeightedSum) else x for name, x in sums.items()}
 
 
 def _as_metric(x: Any) -> jax.Array:

@@ -19,7 +19,7 @@ from ...mesh import (
     placement,
     roles_of_batch,
 )
-from ...tree import Weighted
+from ...tree import WeightedSum
 from .._train_state import TrainState
 from ._gradients import INPUT_ROLES, WINDOW_ROLES, GradientWindow, Metrics, StepInputs
 from ._parts import Layout
@@ -161,7 +161,7 @@ def pinned(
             specs = jax.tree.map(lambda _: P(), dense)
         totals = jax.tree.map(lambda _, spec: placement(mesh, P(first, *spec)), dense, specs)
         none: Any = GradientWindow._make([None] * len(GradientWindow._fields))
-        return none._replace(grads=Weighted(totals, each), rows=each)
+        return none._replace(grads=WeightedSum(totals, each), rows=each)
 
     shardings: dict[str, Callable[[], Any]] = {
         "state": lambda: state,
