@@ -115,8 +115,8 @@ def read_loops(text: str) -> list[Schedule]:
 
 def _loop_bodies(module: HloModule, computation: str) -> Iterator[str]:
     for op in instructions(module, computation):
-        for name in op.called:
-            if op.opcode == "while" and name == op.called[-1]:  # the condition stands before it
+        for name in op.callees:
+            if op.opcode == "while" and name == op.callees[-1]:  # the condition stands before it
                 yield name
             yield from _loop_bodies(module, name)
 

@@ -28,7 +28,7 @@ def instructions(module: HloModule, computation: str) -> list[Instruction]:
 def inside(module: HloModule, op: Instruction) -> Iterator[Instruction]:
     """Yield an instruction and those of all computations that it calls."""
     yield op
-    for name in op.called:
+    for name in op.callees:
         for inner in instructions(module, name):
             yield from inside(module, inner)
 

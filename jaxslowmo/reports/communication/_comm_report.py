@@ -174,11 +174,11 @@ def _report(
             rows += _rows_of_kind(kind, program, level, axes, whole)
     names = [name for mesh in axes for name, _ in mesh.axes]
     names += sorted((row.axis for row in rows), key=lambda axis: axis == UNKNOWN_AXIS)
-    stored = _stored(step, state) if is_sync else ""
-    return CommReport(tuple(rows), kinds, tuple(dict.fromkeys(names)), tuple(levels), stored)
+    layout = _state_layout(step, state) if is_sync else ""
+    return CommReport(tuple(rows), kinds, tuple(dict.fromkeys(names)), tuple(levels), layout)
 
 
-def _stored(step: Any, state: Any) -> str:
+def _state_layout(step: Any, state: Any) -> str:
     """Return where the shared state of a step's `sync` is; "" if every replica has all of it."""
     shared, sync = state.exchange.shared, step.sync
     if not jax.tree.leaves(shared) or sync.algorithm.is_sharded is False:
@@ -272,7 +272,7 @@ def _rows_of_kind(
     def amounts(
         block: Block, conditional: bool, loops: tuple[int | None, ...]
     ) -> Counter[tuple[CommRow, str]]:
-        """Return the amounts by row and name, inside of `loops` with these turns."""
+        """Return the amounts by row and name; `loops` are the trip counts around the block."""
         total: Counter[tuple[CommRow, str]] = Counter()
         for node in block:
             if isinstance(node, Loop):
@@ -285,8 +285,8 @@ def _rows_of_kind(
                 axis, group_size = axis_of(node.groups, node.pairs, meshes)
                 if group_size == 1:
                     continue
-                turns = [count for count in loops if count is not None]
-                trips = math.prod(turns) if len(turns) == len(loops) else None
+                known = [count for count in loops if count is not None]
+                trips = math.prod(known) if len(known) == len(loops) else None
                 row = CommRow(kind, axis, node.name, level, 0, 0, 0, group_size, ())
                 row = replace(row, conditional=conditional, in_loop=bool(loops), trip_count=trips)
                 dtypes[row].update(node.dtypes)

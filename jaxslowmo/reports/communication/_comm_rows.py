@@ -165,17 +165,17 @@ class CommReport:
         if which.get("kind") is None and len(self.kinds) > 1:
             raise ValueError(
                 "`kind` is needed: kinds of step overlap, so their sum would count twice. "
-                f"This report has {_listed(self.kinds)}."
+                f"This report has {_quote_names(self.kinds)}."
             )
         return self.select(level=level, **which)
 
 
 def _check(argument: str, value: str | None, names: Sequence[str]) -> None:
     if value is not None and value not in names:
-        raise ValueError(f"`{argument}` must be one of {_listed(names)}, got {value!r}.")
+        raise ValueError(f"`{argument}` must be one of {_quote_names(names)}, got {value!r}.")
 
 
-def _listed(names: Sequence[str]) -> str:
+def _quote_names(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names) or "(none)"
 
 
@@ -193,7 +193,7 @@ def _table(kinds: Sequence[str], levels: Sequence[str], rows: Sequence[CommRow])
                 amounts = sum(row.count for row in chosen), sum(row.bytes for row in chosen)
                 cells += [f"{amount:,}" if level in levels else "-" for amount in amounts]
             lines.append([kind, *pair, *cells, _notes(same)])
-    return "\n".join(aligned(lines, left=(0, 1, 2, 7)))
+    return "\n".join(align_columns(lines, left=(0, 1, 2, 7)))
 
 
 def _notes(rows: list[CommRow]) -> str:
@@ -205,7 +205,7 @@ def _notes(rows: list[CommRow]) -> str:
     return ", ".join(notes)
 
 
-def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
     """Return the lines of a table, whose cells stand to the right but in the columns `left`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

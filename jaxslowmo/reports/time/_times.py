@@ -70,7 +70,7 @@ class StepProgram:
     def _work(self, op: Instruction, seen: Collection[str]) -> Work:
         if op.opcode in ("while", "conditional"):
             return Work()  # lasts as long as the operations that it runs, which have events
-        homes = (self._module.computations[name] for name in op.called)
+        homes = (self._module.computations[name] for name in op.callees)
         inner = {name: line for home in homes for name, line in home.lines.items()}
         if op.opcode == "call" and any(name in seen for name in inner):
             return Work()

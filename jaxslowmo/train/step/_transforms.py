@@ -188,8 +188,8 @@ def check_transforms(
     if is_first:
         params = parts.dense(state.params)
         inside = tuple(a for a in parts.inner_axes if mesh.shape[a] > 1)
-        differing = frozenset(inside).difference(parts.lacking(gradients, inside))
-        leaves: PyTree = jax.tree.map(lambda _: differing, params)
+        varying = frozenset(inside).difference(parts.lacking(gradients, inside))
+        leaves: PyTree = jax.tree.map(lambda _: varying, params)
         for name, (tx, tx_state) in members.items():
             if not unknown[name] and not any(jax.tree.leaves(leaves)):
                 continue
@@ -197,7 +197,7 @@ def check_transforms(
                 *(tx, params, tx_state),
                 mesh=mesh,
                 axes=parts.mapped_axes,
-                differing=leaves,
+                varying=leaves,
                 extra=takes_extra(tx_state),
             )
             if facts is None:
@@ -247,7 +247,7 @@ def _check_facts(
     name: str, facts: UpdateFacts, axes: tuple[str, ...], inside: tuple[str, ...]
 ) -> None:
     """Raise `ValueError` for collectives that a step must know, and for results that differ."""
-    if names := sorted(facts.unnamed & set(axes)):
+    if names := sorted(facts.undeclared & set(axes)):
         raise ValueError(
             f"`{name}` holds a transform with collectives over {names} of which the step knows "
             f"nothing: wrap it as js.gradient_transform(tx, axes={tuple(names)!r}), and join it "
