@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from .._support.types import PyTree
-from ..tracing import InlinedProgram, run, trace_inlined
+from ..tracing import InlinedProgram, run, trace_inline
 from ..transform import ParameterTransform
 
 _Apply = Callable[..., Any]
@@ -118,10 +118,10 @@ class HostOptimizer:
                 old = jax.tree.unflatten(states, arrays[len(leaves) : -len(leaves)])
                 return jax.tree.leaves(optimizer.update(away, old, at))
 
-            self._init = trace_inlined(
+            self._init = trace_inline(
                 lambda *x: jax.tree.leaves(optimizer.init(jax.tree.unflatten(tree, x))), leaves
             )
-            self._update = trace_inlined(update, [*leaves, *state, *leaves])
+            self._update = trace_inline(update, [*leaves, *state, *leaves])
         self.shapes = [x.shape for x in leaves]
         self.state = [(x.shape, np.dtype(x.dtype)) for x in state]
         lines = [*_described(self._init), *_described(self._update)]

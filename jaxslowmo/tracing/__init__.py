@@ -23,4 +23,4 @@ from ._programs import interpret as interpret
 from ._programs import loss_arguments as loss_arguments
 from ._programs import run as run
 from ._programs import scan_operands as scan_operands
-from ._programs import trace_inlined as trace_inlined
+from ._programs import trace_inline as trace_inline

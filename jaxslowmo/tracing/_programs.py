@@ -2,7 +2,7 @@
 
 No other package has a walker of its own. What reads programs takes `interpret` to compute something
 with their equations (facts, types, expressions), and `equations_in` to look at every equation; what
-splits programs, as `pipeline/_split_stage.py` does, takes `trace_inlined` and `run`.
+splits programs, as `pipeline/_split_stage.py` does, takes `trace_inline` and `run`.
 """
 
 import functools
@@ -200,7 +200,7 @@ class InlinedProgram:
     constants: dict[Var, Any]  # arrays that the function closes over
 
 
-def trace_inlined(fn: Callable[..., Sequence[Any]], types: Sequence[Any]) -> InlinedProgram:
+def trace_inline(fn: Callable[..., Sequence[Any]], types: Sequence[Any]) -> InlinedProgram:
     """Return the equations of `fn`, which maps arrays of `types` to a sequence of arrays.
 
     Communication: none; it is only traced.

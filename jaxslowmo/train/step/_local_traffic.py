@@ -59,8 +59,9 @@ class LocalTraffic:
           phase: the phase of its updates; None if it decides itself, or has none.
           *args: its arguments.
         """
-        is_local = name == "updated" and not phase
-        if self._is_read or not is_local or any(map(_is_traced, jax.tree.leaves(args))):
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+        is_local = name == "update" and not phase
+        if self._is_read or not is_local or is_traced:
             return
         self._is_read = True
         report = comm_report_of(program.lower(*args).compile(), mesh=self._mesh)
@@ -76,7 +77,3 @@ class LocalTraffic:
                 "sharding constraint before, put them into a jax.shard_map, or use "
                 'map_with="shard_map" and a device for each replica.'
             )
-
-
-def _is_traced(x: Any) -> bool:
-    return isinstance(x, Tracer)

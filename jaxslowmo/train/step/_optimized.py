@@ -43,7 +43,7 @@ class Averaging(NamedTuple):
     replicas: list[str]
 
     @classmethod
-    def of(cls, transform: Any, state: PyTree, axis_name: AxisName) -> Self:
+    def from_transform(cls, transform: Any, state: PyTree, axis_name: AxisName) -> Self:
         """Return the averaging of a transform, whose state is that before its update."""
         names = [name for name in axis_names(axis_name) if axis_size(name) > 1]
         if transform is None:
@@ -95,7 +95,7 @@ class Weights(NamedTuple):
     exchange: jax.Array | None
     update: jax.Array | None
 
-    def after(self, averaging: Averaging) -> "Weights":
+    def after_averaging(self, averaging: Averaging) -> "Weights":
         """Return the weights after the gradients were averaged in this way.
 
         Communication: one all-reduce of 4 bytes over the axes of each reduction that is due and
@@ -124,7 +124,7 @@ class Weights(NamedTuple):
         return idle if self.update is None else idle & (self.update > 0)
 
 
-def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
+def _raising_value_fn(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
     """Return a `value_fn` that raises: it would need a collective, or batches that are gone."""
 
     def value_fn(params: PyTree) -> jax.Array:
@@ -198,7 +198,7 @@ def run_optimizer(
     arrays = accepted_arguments(spec, state, weight=weight, finite=finite)
 
     searches = data is not None and not averaged
-    value_fn = partial(loss_at, data=data) if searches else _refusing(averaged)
+    value_fn = partial(loss_at, data=data) if searches else _raising_value_fn(averaged)
     loss = {"grad": grads, "value_fn": value_fn, **({} if value is None else {"value": value})}
     extra = {**loss, **static, **arrays}
     if not takes_extra(state):

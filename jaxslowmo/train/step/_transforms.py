@@ -54,7 +54,7 @@ def split_chain(
         if not is_transform and (transform is not None or name == "optimizer"):
             raise ValueError(f"`{name}` must be an optax transform, got {transform!r}.")
     if isinstance(gradients, ParameterTransform):
-        raise ValueError(_misplaced("a js.ParameterTransform"))
+        raise ValueError(_gradients_error("a js.ParameterTransform"))
     if not isinstance(optimizer, Chain):
         return gradients, optimizer, sync
     parts = list(optimizer.parts)
@@ -77,10 +77,10 @@ def split_chain(
             )
     if gradients is not None:
         first = [gradients, *first]
-    return _joined(first) if first else None, _joined(last), moving[0] if moving else sync
+    return _chain_parts(first) if first else None, _chain_parts(last), moving[0] if moving else sync
 
 
-def _joined(parts: list[Any]) -> optax.GradientTransformation:
+def _chain_parts(parts: list[Any]) -> optax.GradientTransformation:
     if not parts:
         return optax.identity()
     return parts[0] if len(parts) == 1 else chain(*parts)
@@ -188,7 +188,7 @@ def check_transforms(
     if is_first:
         params = parts.dense(state.params)
         inside = tuple(a for a in parts.inner_axes if mesh.shape[a] > 1)
-        varying = frozenset(inside).difference(parts.lacking(gradients, inside))
+        varying = frozenset(inside).difference(parts.unreduced_axes(gradients, inside))
         leaves: PyTree = jax.tree.map(lambda _: varying, params)
         for name, (tx, tx_state) in members.items():
             if not unknown[name] and not any(jax.tree.leaves(leaves)):
@@ -209,7 +209,7 @@ def check_transforms(
                 changes = jax.tree.structure(facts.state) != jax.tree.structure(tx_state)
         averaged = _axes_of(parts.gradients) | _axes_of(parts.optimizer)
         needed = tuple(a for a in mesh.axis_names if a in averaged.union(inside))
-        _check_reduced(leaves, inside, needed)
+        _check_inner_reduction(leaves, inside, needed)
     _check_gradients_state(gradients)
     if parts_of(optimizer, DynamicLossScaleState):
         check_place(optimizer)
@@ -253,7 +253,7 @@ def _check_facts(
             f"nothing: wrap it as js.gradient_transform(tx, axes={tuple(names)!r}), and join it "
             "with others by js.chain."
         )
-    if wrong := _differing(facts.state, inside):
+    if wrong := _varying_leaves(facts.state, inside):
         raise ValueError(
             f"`{name}` keeps state that differs between the devices of a replica: {wrong}. A hook "
             "with error feedback that reduces over inner axes needs them all in `axis_name`; what "
@@ -261,12 +261,14 @@ def _check_facts(
         )
 
 
-def _check_reduced(updates: PyTree, inside: tuple[str, ...], needed: tuple[str, ...]) -> None:
+def _check_inner_reduction(
+    updates: PyTree, inside: tuple[str, ...], needed: tuple[str, ...]
+) -> None:
     """Raise `ValueError` for updates that differ between the devices of a replica.
 
     `needed` are the axes over which gradients are averaged now, and those in `inside`.
     """
-    if wrong := _differing(updates, inside):
+    if wrong := _varying_leaves(updates, inside):
         raise ValueError(
             f"`gradients` must average over the inner axes {inside} of the mesh, between whose "
             f"devices the batch is split; updates still differ there: {wrong}. Leave `gradients` "
@@ -274,7 +276,7 @@ def _check_reduced(updates: PyTree, inside: tuple[str, ...], needed: tuple[str, 
         )
 
 
-def _differing(axes: PyTree, inside: tuple[str, ...]) -> str:
+def _varying_leaves(axes: PyTree, inside: tuple[str, ...]) -> str:
     """Return the names of leaves that differ over axes inside a replica, with these axes."""
     over = [sorted(each.intersection(inside)) for each in jax.tree.leaves(axes)]
     if not any(over):
@@ -351,7 +353,7 @@ def check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
 
 def _check_gradients_state(state: PyTree) -> None:
     if holds_state(state, "parameters"):
-        raise ValueError(_misplaced("a chain that holds a parameter transform"))
+        raise ValueError(_gradients_error("a chain that holds a parameter transform"))
     if parts_of(state, DynamicLossScaleState):
         raise ValueError(
             "`gradients` must not hold a js.dynamic_loss_scale: the optimizer would take the zeros "
@@ -359,7 +361,7 @@ def _check_gradients_state(state: PyTree) -> None:
         )
 
 
-def _misplaced(what: str) -> str:
+def _gradients_error(what: str) -> str:
     return (
         "`gradients` must be a gradient transform such as js.all_reduce_gradients(...), got "
         f"{what}. It would take gradients for updates of parameters, and replicas would drift "
