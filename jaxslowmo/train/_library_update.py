@@ -245,5 +245,5 @@ def _check_results(returned: Any, state: PyTree) -> tuple[PyTree, PyTree]:
     )
 
 
-def _select(takes: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    return jax.tree.map(lambda n, o: jnp.where(takes, n, o), new, old)
+def _select(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

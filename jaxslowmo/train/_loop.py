@@ -23,7 +23,7 @@ from .input import (
     TrainPipeline,
     check_accumulation,
 )
-from .step import mean_metrics, weight_of, weighted_metrics
+from .step import mean_metrics, metric_weight, weighted_metrics
 
 
 class Hook(Protocol):
@@ -75,7 +75,7 @@ def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float | np.ndarray]
     for name, value in zip(leaf_names(metrics), jax.tree.leaves(metrics), strict=True):
         each = _local_replicas(name, value)
         mean = np.mean(each, axis=0)
-        weight = weight_of(name, weights)
+        weight = metric_weight(name, weights)
         # An idle replica reports zeros. If all replicas of this process are idle, the mean is 0.
         if weight is not None and weight.any():
             used = weight > 0
@@ -277,7 +277,7 @@ def train_loop(
         step, state, batches, depth=prefetch, accumulate=accumulate, partial=partial
     )
     if end is not None:
-        pipeline._take_at_most(max(0, end - done) * accumulate)
+        pipeline._limit_batches(max(0, end - done) * accumulate)
     return _run(pipeline, end, hooks, schedules, done)
 
 

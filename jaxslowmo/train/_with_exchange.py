@@ -31,7 +31,7 @@ from ._batches import BatchPlacer
 from ._library_update import NO_ACCESS, Access, LibraryUpdate
 from ._train_state import ReplicaState, StepExchange, TrainState, with_own_keys
 from .step._in_flight import StepsInFlight
-from .step._local_traffic import has_silent_updates
+from .step._local_traffic import has_local_steps
 from .step._phases import Mode, Phases
 from .step._settings import program_checks
 from .step._states import check_same_model, is_deleted
@@ -59,8 +59,12 @@ class ExchangingStep:
         self._names: list[str] = []  # of the parameters of the first state
         self._programs: dict[Any, Any] = {}
         self._in_flight = StepsInFlight()
-        is_silent = has_silent_updates(update.gradients, self.sync)
-        self._program_checks = program_checks(mesh, axis_name, update.map_with, is_silent=is_silent)
+        self._program_checks = program_checks(
+            mesh,
+            axis_name,
+            update.map_with,
+            has_local_steps=has_local_steps(update.gradients, self.sync),
+        )
 
     def init(self, state: PyTree) -> ReplicaState:
         """Make the states of all replicas from that of one.
@@ -120,7 +124,7 @@ class ExchangingStep:
             raise ValueError(
                 f"`communicate` must be True, False or a () bool array, got {communicate!r}."
             )
-        self._take(state)
+        self._check_state(state)
         args, weight = self._place(args, weight)
         phase = self._phases.program_phase(state)
         traced = None if isinstance(communicate, bool) else communicate
@@ -148,7 +152,7 @@ class ExchangingStep:
 
         Communication: that of K calls.
         """
-        self._take(state)
+        self._check_state(state)
         split, join = self._update.split(batches)
         split, weight, length = self._placer.place_batches(
             split, weight, axis_names(self.axis_name)
@@ -168,7 +172,7 @@ class ExchangingStep:
 
     def next_phase(self, state: ReplicaState, later: int = 0) -> Phase:
         """Return the phase of the update `later` updates after the next one, as a host value."""
-        self._take(state)
+        self._check_state(state)
         return self._phases.next(state, later)
 
     def shares(self, state: ReplicaState) -> Shares:
@@ -202,7 +206,7 @@ class ExchangingStep:
 
     def lower(self, state: ReplicaState, *args: PyTree, weight: Any = None) -> jax.stages.Lowered:
         """Return the lowered program of a call; nothing runs."""
-        self._take(state, runs=False)
+        self._check_state(state, runs=False)
         args, weight = self._place(args, weight, runs=False)
         program = self._program("update", self._phases.program_phase(state), state, True)
         return program.lower(state, args, weight, None)
@@ -215,15 +219,15 @@ class ExchangingStep:
         self, state: ReplicaState, *args: PyTree
     ) -> dict[str | None, jax.stages.Traced]:
         """Trace the step's programs: by phase name when host-scheduled, else one under None."""
-        self._take(state, runs=False)
+        self._check_state(state, runs=False)
         args, _ = self._place(args, None, runs=False)
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
             return self._program("update", phase, state, True).trace(state, args, None, None)
 
-        return self._phases.by_name(trace)
+        return self._phases.trace_by_phase(trace)
 
-    def _take(self, state: ReplicaState, *, runs: bool = True) -> None:
+    def _check_state(self, state: ReplicaState, *, runs: bool = True) -> None:
         """Raise `ValueError` unless a step can take the state; the first one sizes the exchange."""
         if not isinstance(state, ReplicaState):
             raise ValueError(
@@ -267,7 +271,7 @@ class ExchangingStep:
             before_run(program, method, phase, *args)
         new, results = program(*args)
         for result in jax.tree.leaves(results)[:1]:
-            self._in_flight.admit(result)
+            self._in_flight.add(result)
         return new, results
 
     def _program(

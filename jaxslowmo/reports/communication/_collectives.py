@@ -5,7 +5,15 @@ from functools import cache
 from typing import NamedTuple
 
 from ..._support.scopes import PHASE
-from ._hlo_text import Computation, HloModule, Instruction, phase_of, scope_of, shapes, trip_count
+from ._hlo_text import (
+    Computation,
+    HloModule,
+    Instruction,
+    parse_phase,
+    parse_scope,
+    shapes,
+    trip_count,
+)
 from ._mesh_axes import Groups, parse_groups
 
 COLLECTIVES = (
@@ -127,7 +135,7 @@ def read_collectives(
     ) -> Block:
         if op.opcode.endswith(("-update", "-done")):
             return ()
-        own_phase = phase_of(scope_of(op.attributes))
+        own_phase = parse_phase(parse_scope(op.attributes))
         # The parameter of a branch has the scope of the value outside that it stands for.
         if own_phase is not None and not compiled and op.opcode != "parameter":
             scopes[own_phase, conditional] = None

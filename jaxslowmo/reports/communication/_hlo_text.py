@@ -23,17 +23,17 @@ _KNOWN_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _PHASE = re.compile(rf"{PHASE}([^/()]+)")
 
 
-def phase_of(scope: str) -> str | None:
+def parse_phase(scope: str) -> str | None:
     """Return the innermost phase that a scope path names, if any.
 
-    >>> phase_of("jit(f)/cond/branch_1_fun/phase:slow/phase:average/psum")
+    >>> parse_phase("jit(f)/cond/branch_1_fun/phase:slow/phase:average/psum")
     'average'
     """
     phases = _PHASE.findall(scope)
     return phases[-1] if phases else None
 
 
-def scope_of(text: str) -> str:
+def parse_scope(text: str) -> str:
     """Return the scope path in the text of an instruction; "" without one."""
     match = _OP_NAME.search(text)
     return match[1] if match else ""
@@ -78,7 +78,7 @@ class Computation:
         """Return the instructions in whose text a pattern is found, in program order."""
         return (self.instruction(name) for name, text in self.lines.items() if pattern.search(text))
 
-    def behind_copies(self, name: str) -> Instruction:
+    def skip_copies(self, name: str) -> Instruction:
         """Return the instruction that computes a value, without copies of it."""
         instruction = self.instruction(name)
         while instruction.opcode in ("copy", "bitcast"):
@@ -87,7 +87,7 @@ class Computation:
 
     def only_phase(self) -> str | None:
         """Return the one phase that its instructions name; None if they name several or none."""
-        phases = {phase_of(scope_of(text)) for text in self.lines.values()} - {None}
+        phases = {parse_phase(parse_scope(text)) for text in self.lines.values()} - {None}
         return phases.pop() if len(phases) == 1 else None
 
 
@@ -160,14 +160,14 @@ def trip_count(loop: Instruction, within: Computation, module: HloModule) -> int
     if ", direction=LT" not in compare.attributes:
         return None
     counter, stop = (_value(name, condition) for name in compare.operands)
-    starts, ends = within.behind_copies(loop.operands[0]), body.behind_copies(body.root)
+    starts, ends = within.skip_copies(loop.operands[0]), body.skip_copies(body.root)
     if not isinstance(counter, _CarryIndex) or {starts.opcode, ends.opcode} != {"tuple"}:
         return None
     if isinstance(stop, _CarryIndex):
         stays = _value(ends.operands[stop.index], body) == stop
         stop = _value(starts.operands[stop.index], within) if stays else None
     start = _value(starts.operands[counter.index], within)
-    total = body.behind_copies(ends.operands[counter.index])
+    total = body.skip_copies(ends.operands[counter.index])
     terms = [_value(name, body) for name in total.operands] if total.opcode == "add" else []
     step = sum(term for term in terms if isinstance(term, int)) if counter in terms else 0
     if not isinstance(start, int) or not isinstance(stop, int) or step <= 0:
@@ -177,7 +177,7 @@ def trip_count(loop: Instruction, within: Computation, module: HloModule) -> int
 
 def _value(name: str, within: Computation) -> int | _CarryIndex | None:
     """Return a constant integer, or the index of a carried value; None for other values."""
-    op = within.behind_copies(name)
+    op = within.skip_copies(name)
     if op.opcode == "constant" and re.fullmatch(r"-?\d+", op.inside):
         return int(op.inside)
     if op.opcode == "get-tuple-element":

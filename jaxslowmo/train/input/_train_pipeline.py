@@ -314,7 +314,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
 
     # Batches: loaded, held, taken.
 
-    def _take_at_most(self, num_batches: int) -> None:
+    def _limit_batches(self, num_batches: int) -> None:
         """Take no more than so many batches from the iterator."""
         self._loader.num_left = num_batches
 

@@ -130,7 +130,7 @@ class Gradients(NamedTuple):
     loss_weight: jax.Array | None = None
 
     @property
-    def share(self) -> jax.Array | None:
+    def device_weight(self) -> jax.Array | None:
         """This device's weight, (), in means of gradients and losses; None if all are equal."""
         if self.loss_weight is None or self.weight is None:
             return self.weight if self.loss_weight is None else self.loss_weight
@@ -435,9 +435,9 @@ def split_batch(batch: PyTree, parts: int, num_devices: int = 1) -> PyTree:
 # Sums over microbatches, and over the batches of a window.
 
 
-def _terms(grads: PyTree, metrics: Metrics, share: jax.Array | None) -> tuple[Weighted, Metrics]:
-    """Return what a batch, or a part of one, adds to sums; `share` is its gradients' weight."""
-    return Weighted.of(grads, share), weighted_metrics(metrics)
+def _terms(grads: PyTree, metrics: Metrics, weight: jax.Array | None) -> tuple[Weighted, Metrics]:
+    """Return what a batch, or a part of one, adds to sums; `weight` is that of its gradients."""
+    return Weighted.of(grads, weight), weighted_metrics(metrics)
 
 
 def _zero_sums(*like: PyTree) -> tuple[Weighted, Metrics]:
@@ -452,8 +452,8 @@ def empty_window(like: Gradients, num_batches: int) -> GradientWindow:
     other fields are used.
     """
     count = jnp.zeros([], jnp.int32)
-    share = like.weight if like.loss_weight is None else like.loss_weight
-    grads, metrics = _zero_sums(like.grads, like.metrics, share)
+    weight = like.weight if like.loss_weight is None else like.loss_weight
+    grads, metrics = _zero_sums(like.grads, like.metrics, weight)
     return GradientWindow(
         grads,
         metrics,
@@ -471,7 +471,7 @@ def add_to_window(window: GradientWindow, gradients: Gradients, *, fits: bool) -
     Communication: none.
     """
     weight, place = gradients.weight, window.num_placed if fits else None
-    terms = _terms(gradients.grads, gradients.metrics, gradients.share)
+    terms = _terms(gradients.grads, gradients.metrics, gradients.device_weight)
     grads, metrics = jax.tree.map(added, (window.grads, window.metrics), terms)
     return GradientWindow(
         grads,
@@ -533,7 +533,7 @@ def merge_metrics(
     return {**metrics, **more}
 
 
-def weight_of(name: str, metrics: Mapping[str, Any]) -> Any:
+def metric_weight(name: str, metrics: Mapping[str, Any]) -> Any:
     """Return the weight of a metric in means over batches or replicas; None if all are equal.
 
     It is "loss_weight" for the loss of pairs `(sum, weight)`, and else "weight". These two have
@@ -548,7 +548,7 @@ def weight_of(name: str, metrics: Mapping[str, Any]) -> Any:
 def weighted_metrics(metrics: Mapping[str, Any]) -> Metrics:
     """Return what the metrics of a batch add to sums over batches."""
     return {
-        name: x if name in _WEIGHTS else Weighted.of(x, weight_of(name, metrics))
+        name: x if name in _WEIGHTS else Weighted.of(x, metric_weight(name, metrics))
         for name, x in metrics.items()
     }
 
@@ -560,7 +560,7 @@ def mean_metrics(sums: Metrics) -> Metrics:
 
 def _as_metric(x: Any) -> jax.Array:
     x = jnp.asarray(x)
-    if x.dtype == jnp.bool_ or _floating(x):
+    if x.dtype == jnp.bool_ or _is_floating(x):
         return x.astype(at_least_float32(x.dtype))
     return x
 
@@ -575,7 +575,7 @@ def _as_floats(x: jax.Array) -> tuple[jax.Array, ...]:
 # Model state.
 
 
-def _floating(x: jax.Array) -> bool:
+def _is_floating(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -604,20 +604,20 @@ def restore_statistics_if(skipped: jax.Array, new: PyTree, old: PyTree) -> PyTre
     """
 
     def one(n: jax.Array, o: jax.Array) -> jax.Array:
-        return jnp.where(skipped, o, n) if _floating(n) else n
+        return jnp.where(skipped, o, n) if _is_floating(n) else n
 
     return jax.tree.map(one, new, old)
 
 
 def statistics(model_state: PyTree) -> list[jax.Array]:
     """Return the floating leaves of model state, which are averaged with the parameters."""
-    return [x for x in jax.tree.leaves(model_state) if _floating(x)]
+    return [x for x in jax.tree.leaves(model_state) if _is_floating(x)]
 
 
 def with_statistics(model_state: PyTree, leaves: Iterable[jax.Array]) -> PyTree:
     """Return the model state with `leaves` as its `statistics`, in the order of that list."""
     new = iter(leaves)
-    return jax.tree.map(lambda x: next(new) if _floating(x) else x, model_state)
+    return jax.tree.map(lambda x: next(new) if _is_floating(x) else x, model_state)
 
 
 def mean_over(tree: PyTree, axis_name: AxisName, weight: jax.Array | None = None) -> PyTree:
@@ -642,7 +642,7 @@ def sync_inner_axes(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
     if not inner_axes:
         return tree
     first = partial(from_first, axis_name=inner_axes)
-    return jax.tree.map(lambda x: x if _floating(x) else first(x), mean_over(tree, inner_axes))
+    return jax.tree.map(lambda x: x if _is_floating(x) else first(x), mean_over(tree, inner_axes))
 
 
 def old_if_idle(weight: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:

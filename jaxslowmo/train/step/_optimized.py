@@ -32,14 +32,14 @@ class Averaging(NamedTuple):
     Attributes:
       reductions: the reductions that it declares, in the order in which they run, with one for all
         that are always due.
-      over: all axes with a reduction.
-      hides: whether it holds transforms that declare nothing, which may average over any axis.
+      axes: all axes with a reduction.
+      has_unknown: whether it holds transforms that declare nothing; they may average over any axis.
       replicas: the replica axes with several replicas.
     """
 
     reductions: list[ReducedAxes]
-    over: set[str]
-    hides: bool
+    axes: set[str]
+    has_unknown: bool
     replicas: list[str]
 
     @classmethod
@@ -57,9 +57,9 @@ class Averaging(NamedTuple):
                 others = tuple(n for n in names if n in axes and n not in always)
                 reductions.append(ReducedAxes(others, due))
         reductions = [each for each in reductions if each.axes]
-        hides = holds_state(spec.unknown(state), "gradients")
-        over = {*names} if hides else {name for each in reductions for name in each.axes}
-        return cls(reductions, over, hides, names)
+        has_unknown = holds_state(spec.unknown(state), "gradients")
+        axes = {*names} if has_unknown else {name for each in reductions for name in each.axes}
+        return cls(reductions, axes, has_unknown, names)
 
     def mean(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:
         """Average `x`, () float, over replicas in the updates in which gradients are averaged.
@@ -116,7 +116,7 @@ class Weights(NamedTuple):
         return Weights(exchange, update)
 
     @property
-    def follows(self) -> jax.Array | None:
+    def is_follower(self) -> jax.Array | None:
         """Whether it takes an update for which it has no weight, () bool; None: it does not."""
         if self.exchange is None or self.update is self.exchange:
             return None
@@ -219,8 +219,8 @@ def optimizer_rate(opt_state: PyTree) -> Any:
     """
     rates = [
         x.hyperparams["learning_rate"]
-        for x in jax.tree.leaves(opt_state, is_leaf=_has_rate)
-        if _has_rate(x)
+        for x in jax.tree.leaves(opt_state, is_leaf=_has_learning_rate)
+        if _has_learning_rate(x)
     ]
     if len(rates) != 1:
         raise ValueError(
@@ -231,6 +231,6 @@ def optimizer_rate(opt_state: PyTree) -> Any:
     return rates[0]
 
 
-def _has_rate(x: Any) -> bool:
+def _has_learning_rate(x: Any) -> bool:
     hyperparams = getattr(x, "hyperparams", None)
     return isinstance(hyperparams, Mapping) and "learning_rate" in hyperparams

@@ -23,7 +23,7 @@ from ...mesh import AnyMesh, axis_names, map_replicas
 from ...transform import Overlapped
 from .._batches import is_multi_process, process_indices
 from .._train_state import TrainState
-from ._states import of_one_replica
+from ._states import scalar_counter
 
 
 def can_overlap(mesh: AnyMesh, axis_name: AxisName) -> bool:
@@ -127,7 +127,7 @@ class OverlappedExchanges:
     def _complete_in_flight(self, state: TrainState, event: str, t: int) -> TrainState:
         """Send what a restored state has in flight, if update `t` expects more than was sent."""
         local = state.exchange.local
-        is_behind = self._spec.is_behind(jax.tree.map(of_one_replica, local), event, t)
+        is_behind = self._spec.is_behind(jax.tree.map(scalar_counter, local), event, t)
         if not is_behind or not _has_replica_per_device(self._mesh, self._axis_name):
             return state
         return self._with_result(self._exchange(self._spec.sent(local, event)), state, event)

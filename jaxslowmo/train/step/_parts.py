@@ -118,11 +118,11 @@ class Parts:
 
         Communication: for losses with weights one all-reduce of 4 bytes over the inner axes.
         """
-        share = gathered.share
-        if gathered.loss_weight is None or share is None or not self.inner_axes:
-            return share, share
-        of_replica = sum_over(share, self.inner_axes)
-        return of_replica if axes == self.inner_axes else share, of_replica
+        weight = gathered.device_weight
+        if gathered.loss_weight is None or weight is None or not self.inner_axes:
+            return weight, weight
+        replica_weight = sum_over(weight, self.inner_axes)
+        return replica_weight if axes == self.inner_axes else weight, replica_weight
 
     def unreduced_axes(
         self, state: PyTree, inner_axes: tuple[str, ...] | None = None
@@ -196,14 +196,14 @@ class Parts:
         gradients, optimizer = init(both, stacked, mesh=mesh, axis_name=self.axis_name)
         return gradients, optimizer
 
-    def loss_input_types(self, params: PyTree, share: PyTree) -> tuple[PyTree, PyTree]:
+    def loss_input_types(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Return the types of parameters and batch that the loss function of a device receives.
 
         Args:
           params: the types of the parameters of one replica.
-          share: the types of a device's part of a batch.
+          batch: the types of a device's part of a batch.
         """
-        return params, share
+        return params, batch
 
     def replicate_params(self, params: PyTree, seed: int, mesh: AnyMesh) -> PyTree:
         """Return the parameters of all replicas, equal on them, from those of one."""

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from ..._support.types import Phase, PyTree
 from ...transform import ParameterTransform, phase_name
 from .._train_state import ReplicaState, TrainState
-from ._states import of_one_replica
+from ._states import scalar_counter
 
 Mode = Literal["traced", "host"]
 
@@ -88,7 +88,7 @@ class Phases:
         """Return the phase for which an update's program is made; None if it decides itself."""
         return self.next(state, later) if self._mode == "host" else None
 
-    def by_name(self, trace: Callable[[Phase | None], _Result]) -> dict[str | None, _Result]:
+    def trace_by_phase(self, trace: Callable[[Phase | None], _Result]) -> dict[str | None, _Result]:
         """Return what a function returns of each program's phase, by the phase's name."""
         if self._mode == "traced":
             return {None: trace(None)}
@@ -141,9 +141,9 @@ class Phases:
                 'shape: call it outside with arrays, or use mode="traced", whose one program '
                 "decides by itself."
             )
-        updates, skipped = int(of_one_replica(counter)), 0
+        updates, skipped = int(scalar_counter(counter)), 0
         if self.sync is not None:
-            local = jax.tree.map(of_one_replica, state.exchange.local)
+            local = jax.tree.map(scalar_counter, state.exchange.local)
             skipped = int(self.sync.algorithm.skipped(local, updates))
         counts = UpdateCounts(updates, skipped)
         self._counts.set(counts, counter)

@@ -26,7 +26,7 @@ from . import _programs as programs
 from ._dispatched import DispatchedGradients
 from ._gradients import GradientWindow, Metrics, StepInputs
 from ._in_flight import StepsInFlight
-from ._local_traffic import has_silent_updates
+from ._local_traffic import has_local_steps
 from ._overlapped_exchanges import OverlappedExchanges
 from ._parts import Layout
 from ._phases import Mode, Phases, RecentValues, concatenate_results
@@ -109,7 +109,7 @@ class Runner:
         self._in_flight = StepsInFlight()
         self._program_checks = program_checks(
             *(mesh, update.axis_name, update.map_with),
-            is_silent=has_silent_updates(update.gradients, update.sync),
+            has_local_steps=has_local_steps(update.gradients, update.sync),
             check_compiled=update.program.check_compiled,
         )
         self.phases, self._rooms = Phases(update.sync, mode), RecentValues()
@@ -132,7 +132,7 @@ class Runner:
           updates: whether its optimizer state is used.
           runs: whether a program takes it; if not, it may have been donated.
         """
-        if self._is_own(state):
+        if self._is_last_state(state):
             if runs and state.step.is_deleted():
                 check_donation(state)
             return state
@@ -160,7 +160,7 @@ class Runner:
         assert self.parts.sync is not None, "its state is compared"
         return exchange_state_types(self.parts.sync, params, self.mesh)
 
-    def _is_own(self, state: TrainState) -> bool:
+    def _is_last_state(self, state: TrainState) -> bool:
         """Return whether the last program of this step, or its `init`, returned the state."""
         if not isinstance(state, TrainState):
             return False
@@ -201,18 +201,20 @@ class Runner:
         leaves = jax.tree.leaves(state)
         if any(isinstance(x, Tracer) for x in leaves):
             if not self._has_layout:
-                self._use(self.parts.layout(self.mesh, frozenset(), None, state.params), state)
+                self._set_layout(
+                    self.parts.layout(self.mesh, frozenset(), None, state.params), state
+                )
             return state
         if not self._has_layout:
             axes = model_axes(state.params, self.mesh, self.parts.axis_name)
             specs = inner_specs(state.params, axes) if axes else None
             layout = self.parts.layout(self.mesh, axes, specs, state.params)
             check_state_sharding(layout.axes, state, self.mesh, self.parts.axis_name)
-            self._use(layout, state)
+            self._set_layout(layout, state)
             self._has_layout, self._names = True, leaf_names(state.params)
         check_same_model(state.params, self._names)
         check_state_sharding(self.layout.axes, state, self.mesh, self.parts.axis_name)
-        where = self._shardings_for(state) if self.shardings is None else self.shardings
+        where = self._state_shardings(state) if self.shardings is None else self.shardings
         if updates:
             self.shardings = where
         if jax.tree.structure(where) != jax.tree.structure(state):
@@ -236,7 +238,7 @@ class Runner:
             )
         return jax.device_put(x, where)
 
-    def _shardings_for(self, state: TrainState) -> Any:
+    def _state_shardings(self, state: TrainState) -> Any:
         """Return where the leaves of a state lie, or shall lie where they have no place yet."""
         sync, where = self.update.sync, {"mesh": self.mesh, "axis_name": self.parts.axis_name}
         group = ReplicaGroup(self.parts.axis_name)
@@ -261,7 +263,7 @@ class Runner:
 
         return jax.tree.map(place, state, default)
 
-    def _use(self, layout: Layout, state: TrainState) -> None:
+    def _set_layout(self, layout: Layout, state: TrainState) -> None:
         update = self.parts.with_layout(layout)
         if update.sync is not None and update.sync.algorithm.needs:
             sync = update.sync.bound(dict(self.mesh.shape), of_one(state.params))
@@ -320,9 +322,9 @@ class Runner:
             new, metrics, carry = self.run(task, state, inputs)
         else:
             phase, t = self.next_phase(state), self.phases.update_counts(state).updates + 1
-            is_own = self._is_own(state)
-            with_result = self._overlapped.before_update(state, phase, t, is_known=is_own)
-            if is_own:
+            is_known = self._is_last_state(state)
+            with_result = self._overlapped.before_update(state, phase, t, is_known=is_known)
+            if is_known:
                 self.remember_state(with_result)
             new, metrics, carry = self.run(task, with_result, inputs)
             self._overlapped.after_update(state, new, phase)
@@ -529,7 +531,7 @@ class Runner:
 
     def record_run(self, inputs: StepInputs, metrics: Metrics) -> None:
         """Record a program that was started with a batch."""
-        self._in_flight.admit(metrics["loss"])
+        self._in_flight.add(metrics["loss"])
         self.placer.record_counts(inputs.batch, metrics)
 
     def _update_task(

@@ -85,13 +85,13 @@ def _split_value(value: Any) -> tuple[str, dict[str, Any]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.compare]
         return kind, {f".{name}": getattr(value, name) for name in fields}
-    return _text_of(value), {}
+    return _value_text(value), {}
 
 
 _Shown = bool | int | float | complex | str | bytes | None | np.dtype | PartitionSpec
 
 
-def _text_of(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, _Shown):
         return repr(value)
     if isinstance(value, np.ndarray | np.generic | jax.Array) and is_of_host(value):
@@ -110,7 +110,7 @@ def program_checks(
     axis_name: AxisName,
     map_with: MapWith,
     *,
-    is_silent: bool,
+    has_local_steps: bool,
     check_compiled: Callable[[str], None] | None = None,
 ) -> list[Callable[..., None]]:
     """Return what is called before each run of a program, with its name, phase and arguments.
@@ -118,7 +118,7 @@ def program_checks(
     That is nothing for one process whose local steps cannot send, see `LocalTraffic`, without a
     `check_compiled`, that of a `LossProgram`.
     """
-    traffic = LocalTraffic(mesh, axis_name, map_with, is_silent=is_silent)
+    traffic = LocalTraffic(mesh, axis_name, map_with, has_local_steps=has_local_steps)
     compared = [ProgramComparison(mesh).before_run] if is_multi_process(mesh) else []
     checked = [] if check_compiled is None else [CompiledProgramCheck(check_compiled).before_run]
     return [*compared, *([traffic.before_run] if traffic.may_send else []), *checked]

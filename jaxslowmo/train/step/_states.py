@@ -70,7 +70,7 @@ def check_state(
     return changes
 
 
-def of_one_replica(x: Any) -> Any:
+def scalar_counter(x: Any) -> Any:
     """Return a counter, equal on all replicas, as a NumPy scalar; other leaves unchanged."""
     if np.ndim(x) != 1 or not np.issubdtype(x.dtype, np.integer):
         return x

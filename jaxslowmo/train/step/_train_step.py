@@ -374,6 +374,6 @@ class TrainStep:
         own programs are traced, so its first updates need not trace them again. A batch of arrays
         is as in a call, one of shapes is the whole batch, also with several processes.
         """
-        return self._runner.phases.by_name(
+        return self._runner.phases.trace_by_phase(
             lambda phase: self._runner.trace_update(state, batch, phase)
         )

@@ -93,16 +93,16 @@ def check_with_tables(gradients: optax.GradientTransformation | None) -> None:
     raise ValueError(
         "`gradients` with `embeddings` must be js.all_reduce_gradients(...), "
         "js.clip_by_global_norm(...), a js.chain of such, "
-        f"optax.identity() or None, got {_name_of(gradients)}, which would take row numbers of "
-        "tables for gradients, or not see them: put what shall act on dense parameters alone into "
-        "`optimizer`, and join several by js.chain."
+        f"optax.identity() or None, got {_transform_name(gradients)}, which would take row numbers "
+        "of tables for gradients, or not see them: put what shall act on dense parameters alone "
+        "into `optimizer`, and join several by js.chain."
     )
 
 
 def check_axes(transforms: Chained, mesh: AnyMesh, axis_name: AxisName) -> None:
     """Raise `ValueError` for axes that the mesh lacks, or a `sync` over no replica axis."""
     gradients, optimizer, sync = transforms
-    axes = {"gradients": _axes_of(gradients), "optimizer": _axes_of(optimizer)}
+    axes = {"gradients": _reduction_axes(gradients), "optimizer": _reduction_axes(optimizer)}
     if sync is not None:
         axes["sync"] = {*sync.algorithm.bound_axes}
     for argument, over in axes.items():
@@ -120,7 +120,7 @@ def check_axes(transforms: Chained, mesh: AnyMesh, axis_name: AxisName) -> None:
         )
 
 
-def _axes_of(transform: optax.GradientTransformation | None) -> set[str]:
+def _reduction_axes(transform: optax.GradientTransformation | None) -> set[str]:
     """Return the axes over which a transform declares that it reduces gradients."""
     return set() if transform is None else set(spec_of(transform).axes)
 
@@ -207,7 +207,7 @@ def check_transforms(
             leaves = facts.updates
             if name == "optimizer":
                 changes = jax.tree.structure(facts.state) != jax.tree.structure(tx_state)
-        averaged = _axes_of(parts.gradients) | _axes_of(parts.optimizer)
+        averaged = _reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)
         needed = tuple(a for a in mesh.axis_names if a in averaged.union(inside))
         _check_inner_reduction(leaves, inside, needed)
     _check_gradients_state(gradients)
@@ -230,7 +230,7 @@ def check_transforms(
             "and `optimizer` holds the parameter transform that does: pass that one as `sync`, or "
             f'use model_state="local". {USE_CHAIN}'
         )
-    averages = (_axes_of(parts.gradients) | _axes_of(parts.optimizer)) & set(axes)
+    averages = (_reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)) & set(axes)
     exchanges = parts.independent or parts.sync is not None or moves or averages
     if num_replicas > 1 and not exchanges and not holds_state(unknown, "gradients"):
         axis = axes[0] if len(axes) == 1 else axes
@@ -369,7 +369,7 @@ def _gradients_error(what: str) -> str:
     )
 
 
-def _name_of(transform: Any) -> str:
+def _transform_name(transform: Any) -> str:
     """Return the name of the function that made a transform, such as "optax.chain"."""
     update: Any = getattr(transform, "update", None)
     if not hasattr(update, "__qualname__"):

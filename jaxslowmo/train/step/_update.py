@@ -54,9 +54,9 @@ class ReducedGradients(NamedTuple):
     grads: PyTree
     state: PyTree  # state of the gradient transform
     loss: jax.Array | None  # None if an unknown transform averaged the gradients
-    over: set[str]  # replica axes over which some update averages
+    axes: set[str]  # replica axes over which some update averages
     weights: Weights  # this replica's in what follows
-    share: jax.Array | None  # and in means of gradients and losses
+    loss_weight: jax.Array | None  # and in means of gradients and losses
 
 
 class PendingUpdate(NamedTuple):
@@ -68,8 +68,8 @@ class PendingUpdate(NamedTuple):
     model_state: PyTree
     weight: jax.Array | None  # this replica's weight in its batch
     weights: Weights  # and in what follows
-    follows: jax.Array | None  # `Weights.follows`: a comparison of these, made where they are
-    takes: jax.Array | None  # () bool, whether this replica changes its own state; None: it does
+    is_follower: jax.Array | None  # `Weights.is_follower`, computed on the same devices
+    is_active: jax.Array | None  # () bool, whether this replica changes its state; None: yes
     rate: jax.Array | None  # learning rate that the optimizer used, if `sync` needs it
     step: jax.Array  # number of this update
 
@@ -199,7 +199,7 @@ class Update(Parts):
             self.unreduced_axes(state.exchange.gradients),
         )
         loss: jax.Array | None = as_value(gathered.metrics["loss"])
-        order, (weight, share) = (
+        order, (weight, loss_weight) = (
             self.ready_order_fn(state, like),
             self.gradient_weights(gathered, axes),
         )
@@ -210,15 +210,15 @@ class Update(Parts):
             arguments = accepted_arguments(spec_of(self.gradients), before, **given)
             update: Any = partial(self.gradients.update, **arguments)
             if parts_of(state.opt_state, DynamicLossScaleState):
-                update = unless_overflow(update, {*averaging.over, *self.inner_axes}, weight)
+                update = unless_overflow(update, {*averaging.axes, *self.inner_axes}, weight)
             grads, after = update(grads, before, state.params)
-        loss = None if averaging.hides else averaging.mean(loss, share)
+        loss = None if averaging.has_unknown else averaging.mean(loss, loss_weight)
         weights = Weights(gathered.weight, gathered.weight).after_averaging(averaging)
         if gathered.loss_weight is None:
-            share = weights.update
+            loss_weight = weights.update
         elif averaging.reductions:
-            share = Weights(share, share).after_averaging(averaging).update
-        return ReducedGradients(grads, after, loss, averaging.over, weights, share)
+            loss_weight = Weights(loss_weight, loss_weight).after_averaging(averaging).update
+        return ReducedGradients(grads, after, loss, averaging.axes, weights, loss_weight)
 
     def compute_update(
         self,
@@ -231,10 +231,10 @@ class Update(Parts):
 
         `finite` says whether what the optimizer is not given, rows of tables, is finite.
         """
-        before, weight, value = state.opt_state, reduced.share, reduced.loss
+        before, weight, value = state.opt_state, reduced.loss_weight, reduced.loss
         averaging = Averaging.from_transform(self.optimizer, before, self.axis_name)
-        averaged = averaging.over | reduced.over
-        if averaging.hides and not averaged.isdisjoint(axis_names(self.axis_name)):
+        averaged = averaging.axes | reduced.axes
+        if averaging.has_unknown and not averaged.isdisjoint(axis_names(self.axis_name)):
             value = None
         with jax.named_scope("optimizer"):
             updates, after = run_optimizer(
@@ -254,7 +254,7 @@ class Update(Parts):
         rate = optimizer_rate(after) if wants_rate else None
         weights = reduced.weights.after_averaging(averaging)
         # Where nothing makes replicas agree, an idle one cannot follow others.
-        alone = self.never_syncs(reduced.over, before)
+        alone = self.never_syncs(reduced.axes, before)
         own_weight = weights.update if alone or self.sync is not None else None
         if own_weight is not None:
             after = old_if_idle(own_weight, after, before)
@@ -270,8 +270,8 @@ class Update(Parts):
             model_state=model_state,
             weight=gathered.weight,
             weights=weights,
-            follows=weights.follows,
-            takes=None if own_weight is None else own_weight > 0,
+            is_follower=weights.is_follower,
+            is_active=None if own_weight is None else own_weight > 0,
             rate=rate,
             step=increment(state.step),
         )
@@ -299,10 +299,10 @@ class Update(Parts):
                     model_state = with_statistics(model_state, means)
         else:
             extra = {"weight": update.weights.exchange, "learning_rate": update.rate}
-            if update.follows is not None:
+            if update.is_follower is not None:
                 # An exchange leaves out the update of a replica without weight, so it comes before.
-                params = as_before_if(~update.follows, apply_exactly(params, updates), params)
-                updates = zero_if(update.follows, updates)
+                params = as_before_if(~update.is_follower, apply_exactly(params, updates), params)
+                updates = zero_if(update.is_follower, updates)
             params, means, after, optimizer_state = self.sync.exchange(
                 updates,
                 statistics(model_state) if averages else [],

@@ -365,7 +365,7 @@ class UpdateWithTables(Update):
             ),
             model_state=restore_statistics_if(refused, pending.model_state, state.model_state),
         )
-        return pending, ~skipped if pending.takes is None else pending.takes & ~skipped
+        return pending, ~skipped if pending.is_active is None else pending.is_active & ~skipped
 
     def _has_wrong_ids(self, state: TrainState, gathered: Gradients) -> jax.Array:
         """Return whether a batch of this update has wrong ids, () bool.
@@ -373,11 +373,11 @@ class UpdateWithTables(Update):
         If one replica refuses, the mean of gradients is useless on all.
         """
         assert gathered.refused is not None, "a `RequestedBatch` counts them"
-        share = (gathered.refused > 0).astype(gathered.metrics["loss"].dtype)
+        fraction = (gathered.refused > 0).astype(gathered.metrics["loss"].dtype)
         averaging = Averaging.from_transform(
             self.gradients, state.exchange.gradients, self.axis_name
         )
-        return averaging.mean(share, None) > 0
+        return averaging.mean(fraction, None) > 0
 
     def exchange_params(
         self,
@@ -401,14 +401,14 @@ class UpdateWithTables(Update):
 
     # The states of its parts, and their layout.
 
-    def loss_input_types(self, params: PyTree, share: PyTree) -> tuple[PyTree, PyTree]:
+    def loss_input_types(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Return the types of what the loss function receives; see `Parts.loss_input_types`."""
 
         def look_up(params: WithTables, batch: PyTree) -> PyTree:
             bags = self.embeddings.bags_of(batch)
             return self.embeddings.reference(params.tables, bags, params.dense)
 
-        return params.dense, WithVectors(share, jax.eval_shape(look_up, params, share))
+        return params.dense, WithVectors(batch, jax.eval_shape(look_up, params, batch))
 
     def dense(self, tree: PyTree) -> PyTree:
         """Return the part of a tree for the dense parameters; other values are returned as is."""
