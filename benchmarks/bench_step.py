@@ -148,7 +148,7 @@ def host_time() -> dict[str, float]:
         step, held = new_step("traced")
 
         def run(count: int) -> None:
-            until = js.train.updates_of(held[0]) + count
+            until = js.train.update_count(held[0]) + count
             batches = itertools.repeat(batch)
             for result in js.train_loop(step, held[0], batches, num_steps=until, **options):
                 held[0] = result.state

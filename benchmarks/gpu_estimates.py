@@ -137,9 +137,9 @@ class _Reader:
         if op.opcode == "while":
             times = trip_count(op, self._module.computations[computation], self._module)
             assert times is not None, f"the number of turns of {op.name} is not known"
-            return self.estimate(op.called[-1]) * times
+            return self.estimate(op.callees[-1]) * times
         if op.opcode in ("conditional", "call", "async-start"):
-            branches = [self.estimate(name) for name in op.called]
+            branches = [self.estimate(name) for name in op.callees]
             return max(branches, key=lambda branch: branch.step)
         time = _speed_of_light(op)
         if time is not None and time not in _NO_ESTIMATE:

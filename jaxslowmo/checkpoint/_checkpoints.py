@@ -13,7 +13,7 @@ from .._support.checks import checked_int, checks_flags, warn_user
 from .._support.files import MAX_STEP, complete_steps, io_errno
 from .._support.types import PyTree
 from ..embedding import Embeddings
-from ..train import ExchangingStep, ReplicaState, TrainState, TrainStep, updates_of
+from ..train import ExchangingStep, ReplicaState, TrainState, TrainStep, update_count
 from ._folder import (
     CheckpointError,
     UnreadableError,
@@ -134,7 +134,7 @@ class Checkpoints:
                 "Checkpoints.save: `state` must be of a step of `js.make_train_step` or "
                 f"`js.with_exchange`, got {type(state).__name__}; orbax saves other trees."
             )
-        if step != (done := updates_of(state)):
+        if step != (done := update_count(state)):
             warn_user(
                 f"Checkpoints.save: `step` is {step} and the state counts {done} updates. A run "
                 "that resumes would be numbered by one and trained by the other, and checkpoints "

@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from .._support.types import PyTree
-from ..tracing import Flat, flattened, run
+from ..tracing import InlinedProgram, run, trace_inline
 from ..transform import ParameterTransform
 
 _Apply = Callable[..., Any]
@@ -118,10 +118,10 @@ class HostOptimizer:
                 old = jax.tree.unflatten(states, arrays[len(leaves) : -len(leaves)])
                 return jax.tree.leaves(optimizer.update(away, old, at))
 
-            self._init = flattened(
+            self._init = trace_inline(
                 lambda *x: jax.tree.leaves(optimizer.init(jax.tree.unflatten(tree, x))), leaves
             )
-            self._update = flattened(update, [*leaves, *state, *leaves])
+            self._update = trace_inline(update, [*leaves, *state, *leaves])
         self.shapes = [x.shape for x in leaves]
         self.state = [(x.shape, np.dtype(x.dtype)) for x in state]
         lines = [*_described(self._init), *_described(self._update)]
@@ -161,7 +161,7 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
     return optimizer
 
 
-def _run(program: Flat, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
+def _run(program: InlinedProgram, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the results of a program, each of whose equations NumPy computes."""
 
     def instead(equation: Any, operands: Sequence[Any]) -> list[np.ndarray]:
@@ -179,7 +179,7 @@ def _run(program: Flat, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [np.array(x) if id(x) in same or not x.flags.owndata else x for x in found]
 
 
-def _described(program: Flat) -> Iterator[str]:
+def _described(program: InlinedProgram) -> Iterator[str]:
     """Yield what a program computes; raise `ValueError` for what NumPy can't run."""
     names = {x: f"input {i}" for i, x in enumerate(program.inputs)}
     names |= {x: str(np.ravel(value).tolist()) for x, value in program.constants.items()}

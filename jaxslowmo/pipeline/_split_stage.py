@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from .._support.checks import checks_flags
 from .._support.types import PyTree
-from ..tracing import Atom, Flat, flattened, has_side_effects, run, scan_operands
+from ..tracing import Atom, InlinedProgram, has_side_effects, run, scan_operands, trace_inline
 
 
 def type_of(x: Any) -> Any:
@@ -77,7 +77,7 @@ class Cut(NamedTuple):
 class FlatProgram:
     """A flat program, with the origin of each of its inputs."""
 
-    flat: Flat
+    flat: InlinedProgram
     origins: Mapping[Var, Origin]  # the origin of every input
 
     @cached_property
@@ -169,7 +169,7 @@ class _Loop:
     def of(cls, equation: JaxprEqn, program: FlatProgram) -> "_Loop":
         """Return the loop of a scan of `program`."""
         closed = equation.params["jaxpr"]
-        flat = flattened(jaxpr_as_fun(closed), [v.aval for v in closed.jaxpr.invars])
+        flat = trace_inline(jaxpr_as_fun(closed), [v.aval for v in closed.jaxpr.invars])
         pairs = zip(flat.inputs, equation.invars, strict=True)
         origins: dict[Var, Origin] = {v: program.origin_of(operand) for v, operand in pairs}
         origins |= dict.fromkeys(scan_operands(equation.params, flat.inputs)[1], "stash")
@@ -234,7 +234,7 @@ def weights_first(program: FlatProgram) -> FlatProgram:
         values = dict(zip(flat.inputs, args, strict=True)) | flat.constants
         return run(flat.equations, flat.outputs, values, instead)
 
-    divided = flattened(outputs, [v.aval for v in flat.inputs])
+    divided = trace_inline(outputs, [v.aval for v in flat.inputs])
     pairs = zip(divided.inputs, flat.inputs, strict=True)
     return FlatProgram(divided, {new: program.origins[old] for new, old in pairs})
 
@@ -359,7 +359,7 @@ def trace_forward(
         in_order = {True: iter(seeded), False: iter(others)}
         return [*(next(in_order[s]) for s in traced_y["seeded"]), *residuals]
 
-    flat = flattened(outputs, [*weights.types, *x.types, *microbatch.types])
+    flat = trace_inline(outputs, [*weights.types, *x.types, *microbatch.types])
     origins: dict[Var, Origin] = dict.fromkeys(flat.inputs, "microbatch")
     origins |= dict.fromkeys(flat.inputs[: len(weights.types) + len(x.types)], "x")
     origins |= dict.fromkeys(flat.inputs[: len(weights.types)], "weights")
@@ -401,7 +401,7 @@ def trace_backward(forward: Forward, *, remat: bool) -> tuple[FlatProgram, tuple
         return [*dx, *dweights]
 
     seeds = forward.result.select(forward.result.types)
-    flat = flattened(outputs, [*(v.aval for v in inputs_before_dy), *seeds])
+    flat = trace_inline(outputs, [*(v.aval for v in inputs_before_dy), *seeds])
     origins: dict[Var, Origin] = dict.fromkeys(flat.inputs, "dy")
     pairs = zip(flat.inputs, inputs_before_dy, strict=False)
     origins |= {v: forward.program.origins.get(source, "stash") for v, source in pairs}

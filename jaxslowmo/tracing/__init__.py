@@ -14,13 +14,13 @@ from ._losses import ready_order as ready_order
 from ._losses import unused_parameters as unused_parameters
 from ._programs import CALLS as CALLS
 from ._programs import Atom as Atom
-from ._programs import Flat as Flat
+from ._programs import InlinedProgram as InlinedProgram
 from ._programs import Loop as Loop
 from ._programs import constants_in as constants_in
 from ._programs import equations_in as equations_in
-from ._programs import flattened as flattened
 from ._programs import has_side_effects as has_side_effects
 from ._programs import interpret as interpret
 from ._programs import loss_arguments as loss_arguments
 from ._programs import run as run
 from ._programs import scan_operands as scan_operands
+from ._programs import trace_inline as trace_inline

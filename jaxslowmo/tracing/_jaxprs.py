@@ -48,7 +48,7 @@ def _named_axes(equation: Any) -> set[str]:
     return {name for name in names if isinstance(name, str)}
 
 
-def differing_axes(program: Any, inputs: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+def varying_axes(program: Any, inputs: Sequence[frozenset[str]]) -> list[frozenset[str]]:
     """Return for each output of a program the mapped axes between whose positions it may differ.
 
     Args:
@@ -57,7 +57,7 @@ def differing_axes(program: Any, inputs: Sequence[frozenset[str]]) -> list[froze
 
     Communication: none.
     """
-    return interpret(program, inputs, _differing, lambda _: frozenset[str]())
+    return interpret(program, inputs, _varying_axes_of_equation, lambda _: frozenset[str]())
 
 
 # Collectives whose results are equal on all positions, and those whose results differ.
@@ -65,7 +65,7 @@ _EQUAL = {"psum", "pmax", "pmin", "all_gather"}
 _DIFFERENT = {"ppermute", "all_to_all", "reduce_scatter", "axis_index"}
 
 
-def _differing(eqn: Any, operands: list[frozenset[str]]) -> list[frozenset[str]]:
+def _varying_axes_of_equation(eqn: Any, operands: list[frozenset[str]]) -> list[frozenset[str]]:
     params, name = eqn.params, eqn.primitive.name.removesuffix("_invariant")
     together = frozenset[str]().union(*operands)
     axes = _named_axes(eqn)
@@ -76,12 +76,12 @@ def _differing(eqn: Any, operands: list[frozenset[str]]) -> list[frozenset[str]]
         return [together | axes] * len(eqn.outvars)
     if name == "cond":
         index, *rest = operands
-        each = [differing_axes(branch, rest) for branch in params["branches"]]
+        each = [varying_axes(branch, rest) for branch in params["branches"]]
         return [index.union(*results) for results in zip(*each, strict=True)]
     if name in ("scan", "while"):
-        return Loop.of(eqn).settled(differing_axes, operands, frozenset.union)[0]
+        return Loop.from_equation(eqn).fixed_point(varying_axes, operands, frozenset.union)[0]
     if inner := called_program(eqn):
-        return differing_axes(inner, operands)
+        return varying_axes(inner, operands)
     return [together] * len(eqn.outvars)
 
 
@@ -89,12 +89,12 @@ class UpdateFacts(NamedTuple):
     """The facts that are read from the program of a transform's update.
 
     Attributes:
-      unnamed: the axes of the collectives that no transform of jaxslowmo has made.
+      undeclared: the axes of the collectives that no transform of jaxslowmo has made.
       updates: a tree like the updates, of the axes between whose positions a leaf may differ.
       state: the same of the state.
     """
 
-    unnamed: frozenset[str]
+    undeclared: frozenset[str]
     updates: PyTree
     state: PyTree
 
@@ -106,7 +106,7 @@ def read_update(
     *,
     mesh: AnyMesh,
     axes: Collection[str],
-    differing: PyTree,
+    varying: PyTree,
     extra: bool,
 ) -> UpdateFacts | None:
     """Trace an update with shapes alone, and return what its program says.
@@ -117,7 +117,7 @@ def read_update(
       state: the stacked state of `tx`, or its shapes.
       mesh: the mesh.
       axes: its axes that are mapped, over which an update may communicate; others are automatic.
-      differing: a tree like the gradients, of the axes between whose positions a leaf differs;
+      varying: a tree like the gradients, of the axes between whose positions a leaf differs;
         parameters and state do not differ there.
       extra: whether the update takes extra arguments.
 
@@ -135,13 +135,13 @@ def read_update(
         except Exception:  # of the transform's own code alone, so that nothing else goes unseen
             return None
 
-    program, results = _traced(update, mesh, axes, params, params, state)
+    program, results = _trace_replica(update, mesh, axes, params, params, state)
     if results is None:
         return None
-    inputs = differing, jax.tree.map(lambda _: frozenset[str](), (params, state))
-    over = differing_axes(program, jax.tree.leaves(inputs))
+    inputs = varying, jax.tree.map(lambda _: frozenset[str](), (params, state))
+    over = varying_axes(program, jax.tree.leaves(inputs))
     updates, after = jax.tree.unflatten(jax.tree.structure(results), over)
-    return UpdateFacts(collective_axes(program, _is_unnamed), updates, after)
+    return UpdateFacts(collective_axes(program, _is_outside_transforms), updates, after)
 
 
 def state_types(
@@ -155,10 +155,10 @@ def state_types(
     Communication: none.
     """
     axes = {*mesh.axis_names} - model_axes(params, mesh, axis_name)
-    return _traced(tx.init, mesh, axes, params)[1]
+    return _trace_replica(tx.init, mesh, axes, params)[1]
 
 
-def _traced(
+def _trace_replica(
     fn: Callable[..., PyTree], mesh: AnyMesh, axes: Collection[str], *args: PyTree
 ) -> tuple[Any, PyTree]:
     """Return the program of `fn`, and the types of its results, as in a replica of a step.
@@ -173,5 +173,5 @@ def _traced(
         return jax.make_jaxpr(fn, axis_env=bound, return_shape=True)(*one)
 
 
-def _is_unnamed(equation: Any) -> bool:
+def _is_outside_transforms(equation: Any) -> bool:
     return not any(name in str(equation.source_info.name_stack) for name in OF_TRANSFORMS)

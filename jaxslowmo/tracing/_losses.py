@@ -17,14 +17,14 @@ from .._support.types import PyTree
 from ..tree import at_least_float32, leaf_names, not_floating
 from ._programs import Loop, called_program, interpret
 
-GIVEN = -1  # place of a value that the program does not compute
+NOT_COMPUTED = -1  # place of a value that the program does not compute
 
 
 class Fact(NamedTuple):
     """A fact about one value of a program.
 
     Attributes:
-      place: position of the equation that computes the value, or `GIVEN`.
+      place: position of the equation that computes the value, or `NOT_COMPUTED`.
       zero: whether the value is zero by construction, whatever the inputs are.
     """
 
@@ -49,7 +49,7 @@ _ZERO_OF_FIRST = {"div", "dynamic_slice", "gather"}
 
 def _constant_fact(value: Any) -> Fact:
     """Return the fact of a constant; an array on a device is not read."""
-    return Fact(GIVEN, isinstance(value, np.ndarray) and not np.any(value))
+    return Fact(NOT_COMPUTED, isinstance(value, np.ndarray) and not np.any(value))
 
 
 class _Reader:
@@ -65,7 +65,7 @@ class _Reader:
     def _equation(self, eqn: Any, operands: list[Fact]) -> list[Fact]:
         name, params = eqn.primitive.name, eqn.params
         if name in ("scan", "while"):
-            return self._loop(Loop.of(eqn), operands)
+            return self._loop(Loop.from_equation(eqn), operands)
         if name == "cond":
             return self._cond(params["branches"], operands[1:])
         if inner := called_program(eqn):
@@ -73,9 +73,13 @@ class _Reader:
         self._place += 1
         if name == "optimization_barrier":
             return operands
-        last = max((o.place for o in operands), default=GIVEN) if name in _TRIVIAL else GIVEN
-        place = self._place if last == GIVEN else last
-        return [Fact(place, _zero(name, [o.zero for o in operands]))] * len(eqn.outvars)
+        last = (
+            max((o.place for o in operands), default=NOT_COMPUTED)
+            if name in _TRIVIAL
+            else NOT_COMPUTED
+        )
+        place = self._place if last == NOT_COMPUTED else last
+        return [Fact(place, _is_zero(name, [o.zero for o in operands]))] * len(eqn.outvars)
 
     def _loop(self, loop: Loop, operands: list[Fact]) -> list[Fact]:
         """Return facts of the outputs of a loop.
@@ -85,7 +89,7 @@ class _Reader:
         """
         self._place += 1
         start = self._place
-        facts, last = loop.settled(
+        facts, last = loop.fixed_point(
             self.run, operands, lambda fact, after, *_: fact._replace(zero=fact.zero and after.zero)
         )
         pairs = zip(facts, last, strict=True)
@@ -101,7 +105,7 @@ class _Reader:
         ]
 
 
-def _zero(name: str, zeros: list[bool]) -> bool:
+def _is_zero(name: str, zeros: list[bool]) -> bool:
     """Return whether the result of an operation is zero, from which of its operands are."""
     if not zeros:
         return False
@@ -277,7 +281,7 @@ def gradient_facts(
     key = jax.eval_shape(lambda: jax.random.key(0)) if rng is None else rng
     state = {} if model_state is None else model_state
     program = jax.make_jaxpr(gradients)(params, batch, key, state)
-    return _Reader().run(program, [Fact(GIVEN, False)] * len(program.in_avals))
+    return _Reader().run(program, [Fact(NOT_COMPUTED, False)] * len(program.in_avals))
 
 
 def ready_order(

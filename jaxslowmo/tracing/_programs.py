@@ -1,8 +1,8 @@
-"""Programs as jax writes them down: walked through, and traced flat to be taken apart.
+"""Programs as jax writes them down: traversed, and traced without calls to be split.
 
 No other package has a walker of its own. What reads programs takes `interpret` to compute something
 with their equations (facts, types, expressions), and `equations_in` to look at every equation; what
-takes programs apart, as `pipeline/_split_stage.py` does, takes `flattened` and `run`.
+splits programs, as `pipeline/_split_stage.py` does, takes `trace_inline` and `run`.
 """
 
 import functools
@@ -23,7 +23,7 @@ from .._support.private_jax import is_axis_effect
 _Value = TypeVar("_Value")
 _Read = Callable[[Any, list[_Value]], list[_Value]]  # a program and its inputs to its outputs
 Atom = Var | Literal
-Instead = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]
+Override = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]
 
 
 def interpret(
@@ -128,7 +128,7 @@ class Loop(NamedTuple):
     condition: tuple[Any, Sequence[int]] | None = None
 
     @classmethod
-    def of(cls, eqn: Any) -> "Loop":
+    def from_equation(cls, eqn: Any) -> "Loop":
         """Return the loop of an equation."""
         params, every = eqn.params, [*range(len(eqn.invars))]
         if eqn.primitive.name == "scan":
@@ -139,7 +139,7 @@ class Loop(NamedTuple):
         condition = params["cond_jaxpr"], [*every[:first], *every[last:]]
         return cls(params["body_jaxpr"], every[first:], every[last:], (), condition)
 
-    def once(
+    def run_body(
         self, read: _Read[_Value], operands: Sequence[_Value]
     ) -> tuple[list[_Value], list[_Value]]:
         """Return the outputs of an iteration, and of the condition if there is one.
@@ -154,7 +154,7 @@ class Loop(NamedTuple):
         program, takes = self.condition
         return outputs, read(program, [operands[p] for p in takes])
 
-    def settled(
+    def fixed_point(
         self, read: _Read[_Value], operands: list[_Value], join: Callable[..., _Value]
     ) -> tuple[list[_Value], list[_Value]]:
         """Return the outputs of the loop after any number of iterations, and those of the last one.
@@ -165,7 +165,7 @@ class Loop(NamedTuple):
         outputs, before = [], None
         while operands != before:
             before, operands = operands, [*operands]
-            outputs, ends = self.once(read, operands)
+            outputs, ends = self.run_body(read, operands)
             for place, after in zip(self.carry, outputs, strict=False):
                 operands[place] = join(operands[place], after, *ends)
         return [*(operands[p] for p in self.carry), *outputs[len(self.carry) :]], outputs
@@ -191,8 +191,8 @@ CALLS = {
 
 
 @dataclass(frozen=True)
-class Flat:
-    """A traced function of arrays: equations in order, calls opened where that is possible."""
+class InlinedProgram:
+    """A traced function of arrays: equations in order, calls inlined where that is possible."""
 
     inputs: tuple[Var, ...]
     outputs: tuple[Atom, ...]
@@ -200,36 +200,40 @@ class Flat:
     constants: dict[Var, Any]  # arrays that the function closes over
 
 
-def flattened(fn: Callable[..., Sequence[Any]], types: Sequence[Any]) -> Flat:
+def trace_inline(fn: Callable[..., Sequence[Any]], types: Sequence[Any]) -> InlinedProgram:
     """Return the equations of `fn`, which maps arrays of `types` to a sequence of arrays.
 
     Communication: none; it is only traced.
     """
     whole = jax.make_jaxpr(lambda *args: tuple(fn(*args)))(*types)
-    # Traced again with the calls opened: their equations get variables of this trace.
-    opened = jax.make_jaxpr(lambda *args: tuple(_run(whole, args, _opened)))(*types)
-    jaxpr, constants = opened.jaxpr, dict(zip(opened.jaxpr.constvars, opened.consts, strict=True))
-    return Flat(tuple(jaxpr.invars), tuple(jaxpr.outvars), tuple(jaxpr.eqns), constants)
+    # Traced again with the calls inlined: their equations get variables of this trace.
+    inlined = jax.make_jaxpr(lambda *args: tuple(_run(whole, args, _inline_call)))(*types)
+    jaxpr, constants = (
+        inlined.jaxpr,
+        dict(zip(inlined.jaxpr.constvars, inlined.consts, strict=True)),
+    )
+    return InlinedProgram(tuple(jaxpr.invars), tuple(jaxpr.outvars), tuple(jaxpr.eqns), constants)
 
 
 def run(
     equations: Iterable[JaxprEqn],
     outputs: Sequence[Atom],
     inputs: Mapping[Var, Any],
-    instead: Instead = lambda equation, operands: None,
+    override: Override = lambda equation, operands: None,
 ) -> list[Any]:
-    """Return the values of `outputs`, by the equations of a flat program in their order.
+    """Return the values of `outputs`, by the equations of an inlined program in their order.
 
     Args:
       equations: the equations to compute, in order.
       outputs: the variables whose values are returned.
       inputs: maps the variables that no equation computes to their values.
-      instead: returns the results of an equation from its operands, or None to compute it as it is.
+      override: returns the results of an equation from its operands, or None to compute it
+        unchanged.
 
     Communication: that of the equations.
     """
     program = SimpleNamespace(invars=[*inputs], constvars=(), eqns=[*equations], outvars=outputs)
-    return _run(program, [*inputs.values()], instead)
+    return _run(program, [*inputs.values()], override)
 
 
 def has_side_effects(equation: JaxprEqn) -> bool:
@@ -237,15 +241,15 @@ def has_side_effects(equation: JaxprEqn) -> bool:
     return not all(map(is_axis_effect, equation.effects))
 
 
-def _run(program: Any, inputs: Sequence[Any], instead: Instead) -> list[Any]:
-    def done(equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
-        results = instead(equation, operands)
+def _run(program: Any, inputs: Sequence[Any], override: Override) -> list[Any]:
+    def evaluate(equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        results = override(equation, operands)
         return _bind(equation, operands) if results is None else results
 
-    return interpret(program, inputs, done, lambda x: x, literal=lambda x: x)
+    return interpret(program, inputs, evaluate, lambda x: x, literal=lambda x: x)
 
 
-def _opened(equation: JaxprEqn, operands: list[Any]) -> list[Any] | None:
+def _inline_call(equation: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     """Return the results of a call, computed by its equations if these may replace the call."""
     params = equation.params
     called = params.get(CALLS.get(equation.primitive.name, ""))
@@ -255,7 +259,7 @@ def _opened(equation: JaxprEqn, operands: list[Any]) -> list[Any] | None:
     if called is None or laid_out or params.get("compiler_options_kvs"):
         return None
     with _scope(equation):
-        return _run(called, operands, _opened)
+        return _run(called, operands, _inline_call)
 
 
 def _bind(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:

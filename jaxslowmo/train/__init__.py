@@ -9,7 +9,7 @@ from ._loop import host_mean as host_mean
 from ._loop import train_loop as train_loop
 from ._train_state import ReplicaState as ReplicaState
 from ._train_state import TrainState as TrainState
-from ._train_state import updates_of as updates_of
+from ._train_state import update_count as update_count
 from ._uneven import WeightedBatch as WeightedBatch
 from ._uneven import uneven_batches as uneven_batches
 from ._with_exchange import ExchangingStep as ExchangingStep

@@ -1,4 +1,4 @@
-"""Why a batch cannot be cut into parts leaf by leaf: what its leaves and its containers are."""
+"""Why a batch cannot be split leaf by leaf: wrong dtypes, and containers with other leaves."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,8 +12,8 @@ from ..mesh import is_shared
 from ..tree import leaf_names
 
 
-def why_not_arrays(batch: PyTree) -> str | None:
-    """Return why a NumPy leaf of a batch is no array to jax; None if all are."""
+def array_problem(batch: PyTree) -> str | None:
+    """Return an error text if jax does not take a NumPy leaf of a batch; else None."""
     wrong = [_is_other_array(x) for x in jax.tree.leaves(batch)]
     if not any(wrong):  # names cost more than the rest
         return None
@@ -30,17 +30,17 @@ def why_not_arrays(batch: PyTree) -> str | None:
 
 def _is_other_array(x: Any) -> bool:
     """Return whether `x` is an array of NumPy that jax does not take."""
-    return isinstance(x, np.ndarray) and not _is_of_jax(x.dtype)
+    return isinstance(x, np.ndarray) and not _is_jax_dtype(x.dtype)
 
 
-def _is_of_jax(dtype: np.dtype) -> bool:
+def _is_jax_dtype(dtype: np.dtype) -> bool:
     # bfloat16 and the like are of kind V, and numbers to jax alone.
     is_number = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
     return is_number and dtype.isnative
 
 
-def why_not_by_leaves(batch: PyTree) -> str | None:
-    """Return why the leaves of a container in a batch cannot be cut one by one; None if they can.
+def container_problem(batch: PyTree) -> str | None:
+    """Return an error text if a container's leaves cannot be split one by one; else None.
 
     A class of containers that is registered with jax may mean more by its leaves than that each
     counts examples: those of a sparse matrix count its elements, and its shape, which is no leaf,
@@ -61,8 +61,8 @@ def why_not_by_leaves(batch: PyTree) -> str | None:
             return f"{what}which keeps the shape {min(named)} beside its leaves. {_INSTEAD}"
         sizes = _sizes(node)
         if len(sizes) > 1 or (outside and not sizes <= outside):
-            beside = f", beside leaves of {_listed(outside)} in the batch" if outside else ""
-            have = f"whose leaves have leading dimensions of {_listed(sizes)}"
+            beside = f", beside leaves of {_format_sizes(outside)} in the batch" if outside else ""
+            have = f"whose leaves have leading dimensions of {_format_sizes(sizes)}"
             return f"{what}{have}{beside}. {_INSTEAD}"
     return None
 
@@ -72,7 +72,7 @@ def _sizes(tree: PyTree) -> set[int]:
     return {np.shape(x)[0] for x in jax.tree.leaves(tree) if not is_shared(x)}
 
 
-def _listed(sizes: set[int]) -> str:
+def _format_sizes(sizes: set[int]) -> str:
     return ", ".join(map(str, sorted(sizes)))
 
 

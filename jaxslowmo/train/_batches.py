@@ -2,7 +2,7 @@
 
 A batch is a tree of arrays. Over the devices of a mesh its leading dimensions are split, and leaves
 that all examples share are whole. Each process may give its part of a batch or all of it, so a
-`Placing` also compares what they give.
+`BatchPlacer` also compares what they give.
 """
 
 import functools
@@ -40,7 +40,7 @@ from ..mesh import (
     placement,
 )
 from ..tree import leaf_names
-from ._batch_leaves import why_not_arrays, why_not_by_leaves
+from ._batch_leaves import array_problem, container_problem
 
 HostBatch = Literal["local", "global"]
 
@@ -81,12 +81,12 @@ def _num_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[name] for name in axes)
 
 
-def is_of_processes(mesh: AnyMesh) -> TypeGuard[Mesh]:
+def is_multi_process(mesh: AnyMesh) -> TypeGuard[Mesh]:
     """Return whether devices of several processes form the mesh."""
     return mesh.is_multi_process
 
 
-def processes_of(mesh: Mesh) -> list[int]:
+def process_indices(mesh: Mesh) -> list[int]:
     """Return the indices of the processes whose devices form the mesh, ascending."""
     return sorted({device.process_index for device in mesh.devices.flat})
 
@@ -94,7 +94,7 @@ def processes_of(mesh: Mesh) -> list[int]:
 _num_topics: Counter[str] = Counter()
 
 
-def topic_of(kind: str, mesh: Mesh) -> str:
+def new_topic(kind: str, mesh: Mesh) -> str:
     """Return a new key prefix for messages about one object between the processes of a mesh.
 
     All processes must create such objects in the same order.
@@ -103,7 +103,7 @@ def topic_of(kind: str, mesh: Mesh) -> str:
       kind: kind of the object, such as "batch".
       mesh: mesh whose devices belong to several processes.
     """
-    name = f"jaxslowmo/{kind}/{zlib.crc32(repr(processes_of(mesh)).encode()):08x}"
+    name = f"jaxslowmo/{kind}/{zlib.crc32(repr(process_indices(mesh)).encode()):08x}"
     _num_topics[name] += 1
     return f"{name}/{_num_topics[name]}"
 
@@ -124,7 +124,7 @@ def as_arrays(batch: PyTree) -> PyTree:
     return jax.tree.map(as_array, batch)
 
 
-def from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+def array_from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
     """Return an array over all processes, built from the parts that each process holds.
 
     Args:
@@ -139,17 +139,17 @@ def from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
     local_parts = own_parts(mesh, axes)
     rows = x.shape[0] // len(local_parts)
     whole = rows * _num_parts(mesh, axes)
-    x = _cuttable(x)
+    x = _sliceable(x)
 
-    def of_device(index: Any) -> Any:
+    def local_rows(index: Any) -> Any:
         begin = rows * local_parts.index(index[0].indices(whole)[0] // rows)
         return x[begin : begin + rows]
 
     shape = (whole, *x.shape[1:])
-    return array_from_host(shape, NamedSharding(mesh, P(axes)), of_device)
+    return array_from_host(shape, NamedSharding(mesh, P(axes)), local_rows)
 
 
-def _cuttable(x: Any) -> Any:
+def _sliceable(x: Any) -> Any:
     """Return `x` such that slicing its rows runs no program over several devices."""
     if not isinstance(x, jax.Array) or len(x.devices()) == 1:
         return x
@@ -159,7 +159,7 @@ def _cuttable(x: Any) -> Any:
     return np.asarray(x)
 
 
-def count_here(count: Any) -> int:
+def local_sum(count: Any) -> int:
     """Return the sum of a count, (replicas,), over the replicas of this process; wait for it.
 
     A traced count gives 0.
@@ -183,17 +183,17 @@ def _in_lists_of_numbers(batch: PyTree) -> list[bool]:
 
 
 @jax.jit
-def _stacked(batches: list[PyTree]) -> PyTree:
+def _stack_batches(batches: list[PyTree]) -> PyTree:
     return jax.tree.map(lambda *x: jnp.stack(x), *batches)
 
 
-def on_devices(x: Any) -> Any:
+def type_and_sharding(x: Any) -> Any:
     """Return type and placement of an array on devices; None for other values."""
     is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
     return (x.aval, x.sharding) if is_array else None
 
 
-def _lies_split(x: Any, target: NamedSharding) -> bool:
+def _is_sharded_like(x: Any, target: NamedSharding) -> bool:
     """Return whether the leading dimension of `x` is split over at least the axes of `target`."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh != target.mesh:
@@ -202,18 +202,18 @@ def _lies_split(x: Any, target: NamedSharding) -> bool:
     return split[: len(axes)] == axes
 
 
-def _at(x: Any, target: NamedSharding) -> Any:
+def _ensure_sharding(x: Any, target: NamedSharding) -> Any:
     """Return `x` at its place; what lies there already stays the same array.
 
     For one device a traced value is left to its program, which may run on another.
     """
     if isinstance(x, Tracer) and target.mesh.size == 1:
         return x
-    known = on_devices(x)
+    known = type_and_sharding(x)
     return x if known and known[1].is_equivalent_to(target, x.ndim) else jax.device_put(x, target)
 
 
-class Placing:
+class BatchPlacer:
     """The placement of a step's batches: checks them and puts them on the devices of the mesh.
 
     Methods take `axes`, the mesh axes over which a batch is split, outermost first.
@@ -238,18 +238,18 @@ class Placing:
         self._seen: set[Any] = set()
         # For kinds of batches that were found to be right, where leaves that must move go, by
         # their number.
-        self._right: dict[Any, dict[int, Any]] = {}
-        self._is_of_processes = is_of_processes(mesh)
+        self._known_kinds: dict[Any, dict[int, Any]] = {}
+        self._is_multi_process = is_multi_process(mesh)
         self._num_calls = 0
         self._comparisons = Comparisons("batch")
 
-    def compared(
+    def check_and_place(
         self, batch: PyTree, weight: Any, axes: tuple[str, ...], *, check_ids: bool = True
     ) -> tuple[PyTree, jax.Array | None]:
         """Return the placed batch and weight, after the processes have compared their batches.
 
         Raises:
-          ValueError: what `placed` raises; wrong ids in host arrays, unless `check_ids` is False;
+          ValueError: what `place` raises; wrong ids in host arrays, unless `check_ids` is False;
             on every process: parts whose shapes do not fit together, or values that differ where
             they must be equal.
 
@@ -257,23 +257,23 @@ class Placing:
           message of each process to the coordinator, and one back.
         """
         if weight is not None or self._tables is not None:
-            return self._compared(batch, weight, axes, check_ids=check_ids)
-        kind, placed = self._of_known_kind(batch, axes)
+            return self._check_and_place(batch, weight, axes, check_ids=check_ids)
+        kind, placed = self._place_known_kind(batch, axes)
         if placed is None:
-            placed, _ = self._compared(batch, None, axes, check_ids=check_ids)
-            self._note_kind(kind, batch, placed)
+            placed, _ = self._check_and_place(batch, None, axes, check_ids=check_ids)
+            self._remember_kind(kind, batch, placed)
         return placed, None
 
-    def _of_known_kind(self, batch: PyTree, how: Any) -> tuple[Any, PyTree | None]:
+    def _place_known_kind(self, batch: PyTree, how: Any) -> tuple[Any, PyTree | None]:
         """Return the kind of a batch that is placed like `how`, and it placed if that is known.
 
         Each kind is checked once; its leaves then only move. None is no kind: with several
         processes each host array is looked at.
         """
         leaves, treedef = jax.tree.flatten(batch)
-        types = tuple(map(self._type, leaves))
+        types = tuple(map(self._leaf_type, leaves))
         kind = None if None in types else (how, treedef, types)
-        targets = self._right.get(kind)
+        targets = self._known_kinds.get(kind)
         if not targets:
             return kind, None if targets is None else batch
         moved = jax.device_put([leaves[i] for i in targets], [*targets.values()])
@@ -281,38 +281,38 @@ class Placing:
             leaves[i] = x
         return kind, treedef.unflatten(leaves)
 
-    def _note_kind(self, kind: Any, batch: PyTree, placed: PyTree) -> None:
+    def _remember_kind(self, kind: Any, batch: PyTree, placed: PyTree) -> None:
         """Remember which leaves of a right kind of batches move, and where to."""
         if kind is None:
             return
         pairs = enumerate(zip(*map(jax.tree.leaves, (batch, placed)), strict=True))
-        self._right[kind] = {i: new.sharding for i, (old, new) in pairs if new is not old}
+        self._known_kinds[kind] = {i: new.sharding for i, (old, new) in pairs if new is not old}
 
-    def _type(self, x: Any) -> Any:
+    def _leaf_type(self, x: Any) -> Any:
         """Return type and placement of a leaf; None if each batch with it must be looked at."""
-        if self._is_of_processes and is_of_host(x):
+        if self._is_multi_process and is_of_host(x):
             return None
-        return (x.shape, x.dtype) if type(x) is np.ndarray else on_devices(x)
+        return (x.shape, x.dtype) if type(x) is np.ndarray else type_and_sharding(x)
 
-    def _compared(
+    def _check_and_place(
         self, batch: PyTree, weight: Any, axes: tuple[str, ...], *, check_ids: bool
     ) -> tuple[PyTree, jax.Array | None]:
         batch = as_arrays(batch)
-        if is_of_processes(self._mesh):
+        if is_multi_process(self._mesh):
             self._compare(batch, axes, self._mesh)
         if self._tables is None or not check_ids:
-            return self.placed(batch, weight, axes)
+            return self.place(batch, weight, axes)
         host, is_checked = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)], False
         if host:
             bags = self._tables.bags_of(batch)
             self._tables.check(bags, num_parts=self._num_parts(host[0], axes))
             # `inputs` may make some ids on devices, from arrays of the host.
             is_checked = all(isinstance(x.ids, np.ndarray) for x in bags.values())
-        placed, weight = self.placed(batch, weight, axes)
-        self._note_checked(batch, placed, of_host=is_checked)
+        placed, weight = self.place(batch, weight, axes)
+        self._record_checks(batch, placed, of_host=is_checked)
         return placed, weight
 
-    def placed(
+    def place(
         self, batch: PyTree, weight: Any, axes: tuple[str, ...]
     ) -> tuple[PyTree, jax.Array | None]:
         """Return a batch and its weight on the devices; keep arrays that are split there already.
@@ -334,10 +334,10 @@ class Placing:
         batch = as_arrays(batch)
         if problem := self._problem(batch, axes):
             raise ValueError(problem)
-        put = lambda x: self._put(x, axes if self._is_split(x, axes) else ())  # noqa: E731
-        return jax.tree.map(put, batch), self._placed_weight(weight)
+        place = lambda x: self._place_leaf(x, axes if self._is_split(x, axes) else ())  # noqa: E731
+        return jax.tree.map(place, batch), self._place_weight(weight)
 
-    def several(
+    def place_batches(
         self, batches: PyTree, weight: Any, axes: tuple[str, ...]
     ) -> tuple[PyTree, jax.Array | None, int]:
         """Return several batches, stacked along a first dimension, and a weight, on the devices.
@@ -346,14 +346,15 @@ class Placing:
           The batches, the weight, and the number of batches.
 
         Raises:
-          ValueError: leaves of different numbers of batches, or of none; what `compared` raises.
+          ValueError: leaves of different numbers of batches, or of none; an error of
+            `check_and_place`.
 
-        Communication: as of `compared` for each batch of the host with several processes.
+        Communication: as of `check_and_place` for each batch of the host with several processes.
         """
-        kind, placed = self._of_known_kind(batches, ("several", axes))
+        kind, placed = self._place_known_kind(batches, ("several", axes))
         if placed is not None:
             length = jax.tree.leaves(placed)[0].shape[0]
-            return placed, self._placed_weight(weight), length
+            return placed, self._place_weight(weight), length
         given, batches = batches, as_arrays(batches)
         counts = {x.shape[:1] for x in jax.tree.leaves(batches)}
         if len(counts) != 1 or counts & {(), (0,)}:
@@ -362,12 +363,12 @@ class Placing:
                 f"updates, before that of a batch; got {sorted(counts) or 'no leaf'}."
             )
         ((length,),) = counts
-        if is_of_processes(self._mesh) and any(map(is_of_host, jax.tree.leaves(batches))):
+        if is_multi_process(self._mesh) and any(map(is_of_host, jax.tree.leaves(batches))):
             parts = [
-                self.compared(jax.tree.map(lambda x, i=i: x[i], batches), None, axes)[0]
+                self.check_and_place(jax.tree.map(lambda x, i=i: x[i], batches), None, axes)[0]
                 for i in range(length)
             ]
-            return _stacked(parts), self._placed_weight(weight), length
+            return _stack_batches(parts), self._place_weight(weight), length
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
         if problem := self._problem(one, axes):
             shapes = ", ".join(str(x.shape) for x in jax.tree.leaves(batches)[:_MAX_NAMED])
@@ -377,29 +378,29 @@ class Placing:
                 f"take one row: {problem}"
             )
 
-        def put(x: Any, one: Any) -> Any:
+        def place(x: Any, one: Any) -> Any:
             spec = P(None, axes) if self._is_split(one, axes) else P()
-            return _at(x, placement(self._mesh, spec))
+            return _ensure_sharding(x, placement(self._mesh, spec))
 
-        placed = jax.tree.map(put, batches, one)
-        self._note_kind(kind, given, placed)
-        return placed, self._placed_weight(weight), length
+        placed = jax.tree.map(place, batches, one)
+        self._remember_kind(kind, given, placed)
+        return placed, self._place_weight(weight), length
 
-    def share(self, batch: PyTree, axes: tuple[str, ...], num_parts: int = 1) -> PyTree:
+    def shard_types(self, batch: PyTree, axes: tuple[str, ...], num_parts: int = 1) -> PyTree:
         """Return the shapes and dtypes of one device's part of a batch of arrays, or of more."""
 
-        def share(x: Any) -> jax.ShapeDtypeStruct:
+        def shard_type(x: Any) -> jax.ShapeDtypeStruct:
             shape = x.shape
             if self._is_split(x, axes):
                 shape = (shape[0] // self._num_parts(x, axes) * num_parts, *shape[1:])
             return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
-        return jax.tree.map(share, batch)
+        return jax.tree.map(shard_type, batch)
 
-    def ran(self, batch: PyTree, metrics: Mapping[str, Any]) -> None:
+    def record_counts(self, batch: PyTree, metrics: Mapping[str, Any]) -> None:
         """Keep a program's counts of wrong ids, unless all ids of its batch were checked before.
 
-        `refuse_counted` reads the counts.
+        `check_counts` reads the counts.
         """
         if self._tables is None:
             return
@@ -407,7 +408,7 @@ class Placing:
         counts = {n: x for n, x in metrics.items() if n.startswith("embeddings/")}
         self._counts.append({} if is_checked else counts)
 
-    def refuse_counted(self, num_running: int = 1) -> None:
+    def check_counts(self, num_running: int = 1) -> None:
         """Raise `ValueError` if a program counted ids that are in no table.
 
         Args:
@@ -415,9 +416,9 @@ class Placing:
         """
         while self._tables is not None and len(self._counts) > num_running:
             counts = self._counts.popleft()
-            self._tables.refuse({name: count_here(x) for name, x in counts.items()})
+            self._tables.refuse({name: local_sum(x) for name, x in counts.items()})
 
-    def _note_checked(self, batch: PyTree, placed: PyTree, *, of_host: bool) -> None:
+    def _record_checks(self, batch: PyTree, placed: PyTree, *, of_host: bool) -> None:
         """Mark placed leaves as checked if their source was, or if it is NumPy and `of_host`."""
         for leaf, placed_leaf in zip(jax.tree.leaves(batch), jax.tree.leaves(placed), strict=True):
             was_checked = self._checked.get(id(leaf)) is leaf
@@ -426,7 +427,7 @@ class Placing:
 
     def _num_parts(self, x: Any, axes: tuple[str, ...]) -> int:
         """Return how many parts `x` holds the rows of: all parts, or those of this process."""
-        if self._host_batch == "local" and is_of_processes(self._mesh) and is_of_host(x):
+        if self._host_batch == "local" and is_multi_process(self._mesh) and is_of_host(x):
             return len(own_parts(self._mesh, axes))
         return _num_parts(self._mesh, axes)
 
@@ -437,10 +438,10 @@ class Placing:
 
     def _problem(self, batch: PyTree, axes: tuple[str, ...]) -> str | None:
         """Return why a batch of arrays cannot be split over `axes`; None if it can."""
-        problem = why_not_arrays(batch) or why_not_by_leaves(batch)
-        return problem or self._uneven(batch, axes)
+        problem = array_problem(batch) or container_problem(batch)
+        return problem or self._split_problem(batch, axes)
 
-    def _uneven(self, batch: PyTree, axes: tuple[str, ...]) -> str | None:
+    def _split_problem(self, batch: PyTree, axes: tuple[str, ...]) -> str | None:
         """Return a message that lists leaves that are neither split evenly nor shared, if any.
 
         One leaf at least must be split: a batch of one example is none for several devices.
@@ -470,7 +471,7 @@ class Placing:
             f"{', '.join(wrong[:_MAX_NAMED])}{more}."
         )
 
-    def _placed_weight(self, weight: Any) -> jax.Array | None:
+    def _place_weight(self, weight: Any) -> jax.Array | None:
         if weight is None:
             return None
         axes = axis_names(self._axis_name)
@@ -488,12 +489,12 @@ class Placing:
             )
         if isinstance(array, np.ndarray) and not np.all((array >= 0) & np.isfinite(array)):
             raise ValueError(f"`weight` must be >= 0 and finite, got {array.tolist()}.")
-        return self._put(array, axes)
+        return self._place_leaf(array, axes)
 
-    def _put(self, x: Any, axes: tuple[str, ...]) -> Any:
+    def _place_leaf(self, x: Any, axes: tuple[str, ...]) -> Any:
         """Return `x` with its leading dimension split over `axes`, or whole if there are none."""
         target = placement(self._mesh, P(axes) if axes else P())
-        if axes and _lies_split(x, target):
+        if axes and _is_sharded_like(x, target):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
@@ -501,10 +502,10 @@ class Placing:
         # all processes to check that they agree: communication, and an error for different parts.
         mesh = device_mesh(self._mesh)
         if not mesh.is_multi_process or not is_of_host(x):
-            return _at(x, target)
+            return _ensure_sharding(x, target)
         if self._host_batch == "local" and axes:
-            return from_parts(x, mesh, axes)
-        x = _cuttable(x)
+            return array_from_parts(x, mesh, axes)
+        x = _sliceable(x)
         return array_from_host(x.shape, target, x.__getitem__)
 
     # Comparison between processes.
@@ -519,9 +520,9 @@ class Placing:
         is_first = not self._seen
         self._seen.add((treedef, *types))
         self._comparisons.compare(
-            self._note(batch, axes, with_values=is_first),
+            self._make_note(batch, axes, with_values=is_first),
             mesh,
-            judge=lambda notes: compared({i: Note(*x) for i, x in notes.items()}),
+            judge=lambda notes: compare_notes({i: Note(*x) for i, x in notes.items()}),
             late=f"`batch`: in step {self._num_calls} {{who}} what it gives, so batches were not "
             "compared, and training goes on. Either it is late, or it gives a batch of a shape "
             "that it gave before while others have one of another shape. Then the exchange of this "
@@ -529,11 +530,11 @@ class Placing:
             "every step. Pad or drop the last batch, or see js.uneven_batches.",
         )
 
-    def _note(self, batch: PyTree, axes: tuple[str, ...], *, with_values: bool) -> "Note":
+    def _make_note(self, batch: PyTree, axes: tuple[str, ...], *, with_values: bool) -> "Note":
         problem = self._problem(batch, axes)
         if problem:
             return Note(self._num_calls, problem, {}, {})
-        whole = self.share(batch, axes, _num_parts(self._mesh, axes))
+        whole = self.shard_types(batch, axes, _num_parts(self._mesh, axes))
         digests = self._digests(batch, axes) if with_values else {}
         return Note(self._num_calls, None, describe(whole), digests)
 
@@ -606,10 +607,10 @@ class Comparisons:
         Communication: one message of each process to the coordinator, and one back.
         """
         self._count += 1
-        self._topic = self._topic or topic_of(self._kind, mesh)
+        self._topic = self._topic or new_topic(self._kind, mesh)
         key = f"{self._topic}/{self._count}"
         seconds = PATIENCE_SECONDS if self._count == 1 else HINT_SECONDS
-        process, *others = processes_of(mesh)
+        process, *others = process_indices(mesh)
         decides = process == jax.process_index()
         try:
             if decides:
@@ -644,7 +645,7 @@ _SAME_PART = (
 )
 
 
-def compared(notes: Mapping[int, Note]) -> Verdict:
+def compare_notes(notes: Mapping[int, Note]) -> Verdict:
     """Return what is wrong with the batches that the notes of the processes describe."""
     for process, note in notes.items():
         if note.problem:

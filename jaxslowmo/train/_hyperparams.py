@@ -45,25 +45,25 @@ def set_hyperparams(state: _State, **values: Any) -> _State:
     for name, value in values.items():
         _check(state, name, value)
 
-    def changed(x: Any) -> Any:
-        if not is_injected(x):
+    def replace_values(x: Any) -> Any:
+        if not is_hyperparams_state(x):
             return x
         new_values = {
-            name: spread(value, jnp.result_type(old), x.count, _shape(x, old))
+            name: broadcast_value(value, jnp.result_type(old), x.count, _shape(x, old))
             for name, value in values.items()
             if (old := x.hyperparams.get(name)) is not None
         }
         return x._replace(
-            hyperparams={**x.hyperparams, **new_values}, inner_state=everywhere(x.inner_state)
+            hyperparams={**x.hyperparams, **new_values}, inner_state=replace_all(x.inner_state)
         )
 
-    def everywhere(tree: PyTree) -> Any:
-        return jax.tree.map(changed, tree, is_leaf=is_injected)
+    def replace_all(tree: PyTree) -> Any:
+        return jax.tree.map(replace_values, tree, is_leaf=is_hyperparams_state)
 
-    return everywhere(state)
+    return replace_all(state)
 
 
-def is_injected(x: Any) -> bool:
+def is_hyperparams_state(x: Any) -> bool:
     """Return whether `x` is a state of `optax.inject_hyperparams`."""
     fields = getattr(type(x), "_fields", ())
     return {"count", "hyperparams", "inner_state"} <= set(fields)
@@ -72,19 +72,21 @@ def is_injected(x: Any) -> bool:
 _Path = tuple[Any, ...]
 
 
-def _places(tree: PyTree) -> list[tuple[_Path, Any]]:
+def _hyperparams_states(tree: PyTree) -> list[tuple[_Path, Any]]:
     """Return the path and the state of each `optax.inject_hyperparams`, nested ones included."""
     states: list[tuple[_Path, Any]] = []
-    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_injected)[0]:
-        if is_injected(x):
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hyperparams_state)[0]:
+        if is_hyperparams_state(x):
             inner = jax.tree_util.GetAttrKey("inner_state")
             states.append((path, x))
-            states.extend(((*path, inner, *more), y) for more, y in _places(x.inner_state))
+            states.extend(
+                ((*path, inner, *more), y) for more, y in _hyperparams_states(x.inner_state)
+            )
     return states
 
 
 def _check(state: PyTree, name: str, value: Any) -> None:
-    every = [x for _, x in _places(state)]
+    every = [x for _, x in _hyperparams_states(state)]
     owners = [x for x in every if name in x.hyperparams]
     if len(owners) != 1:
         names = sorted({n for x in every for n in x.hyperparams})
@@ -118,7 +120,7 @@ def _shape(owner: Any, old: Any) -> tuple[int, ...]:
     return max(np.shape(old), np.shape(owner.count), key=len)
 
 
-def spread(value: Any, dtype: Any, count: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def broadcast_value(value: Any, dtype: Any, count: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Return a hyperparameter for all replicas, placed like their counters.
 
     Args:
@@ -139,32 +141,32 @@ def spread(value: Any, dtype: Any, count: jax.Array, shape: tuple[int, ...]) -> 
     return array_from_host(shape, count.sharding, lambda index: full[index])
 
 
-NumberPlaces = list[tuple[_Path, dict[str, Any]]]
+HyperparamsPaths = list[tuple[_Path, dict[str, Any]]]
 """Paths of the `optax.inject_hyperparams` states, with their hyperparameters' dtypes by name."""
 
 
-def number_places(state: PyTree) -> NumberPlaces:
+def hyperparams_paths(state: PyTree) -> HyperparamsPaths:
     """Return the places in a state where a user may assign plain numbers to hyperparameters.
 
     A step computes them once, and later looks at these places only.
     """
     return [
         (path, {name: jnp.result_type(value) for name, value in x.hyperparams.items()})
-        for path, x in _places(state)
+        for path, x in _hyperparams_states(state)
     ]
 
 
-def replace_numbers(state: PyTree, places: NumberPlaces) -> None:
+def replace_numbers(state: PyTree, places: HyperparamsPaths) -> None:
     """Replace plain numbers in `state` by arrays over the replicas, in place."""
     for path, dtypes in places:
-        owner = _at(state, path)
+        owner = _get_by_path(state, path)
         for name, value in owner.hyperparams.items():
             if np.ndim(value) < np.ndim(owner.count):
                 shape = np.shape(owner.count)
-                owner.hyperparams[name] = spread(value, dtypes[name], owner.count, shape)
+                owner.hyperparams[name] = broadcast_value(value, dtypes[name], owner.count, shape)
 
 
-def _at(tree: PyTree, path: _Path) -> Any:
+def _get_by_path(tree: PyTree, path: _Path) -> Any:
     for key in path:
         match key:
             case jax.tree_util.SequenceKey(idx=place) | jax.tree_util.DictKey(key=place):

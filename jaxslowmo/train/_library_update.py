@@ -24,7 +24,7 @@ from ..transform import (
 )
 from ..tree import not_floating
 from ._train_state import ReplicaState, StepExchange
-from .step._gradients import statistics, statistics_before_if, with_statistics
+from .step._gradients import restore_statistics_if, statistics, with_statistics
 from .step._optimized import Averaging, Weights, accepted_arguments, optimizer_rate
 
 
@@ -33,13 +33,13 @@ class Access(NamedTuple):
 
     name: str
     get: Callable[[PyTree], PyTree]
-    put: Callable[[PyTree, PyTree], PyTree]
+    set: Callable[[PyTree, PyTree], PyTree]
 
     def check(self, state: PyTree) -> None:
-        """Raise `ValueError` unless what was put is what is then read."""
+        """Raise `ValueError` unless what was set is what is then read."""
 
-        def put_and_get(part: PyTree) -> PyTree:
-            found = self.get(self.put(state, part))
+        def set_and_get(part: PyTree) -> PyTree:
+            found = self.get(self.set(state, part))
             is_new = all(isinstance(x, Tracer) for x in jax.tree.leaves(found))
             if not is_new or jax.tree.structure(found) != jax.tree.structure(part):
                 given, read = (jax.tree.structure(x).num_leaves for x in (part, found))
@@ -50,10 +50,10 @@ class Access(NamedTuple):
                 )
             return found
 
-        jax.eval_shape(put_and_get, self.get(state))
+        jax.eval_shape(set_and_get, self.get(state))
 
 
-NOTHING = Access("", lambda state: (), lambda state, part: state)
+NO_ACCESS = Access("", lambda state: (), lambda state, part: state)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class LibraryUpdate:
     def split(
         self, args: tuple[PyTree, ...]
     ) -> tuple[list[Any], Callable[[list[Any]], tuple[PyTree, ...]]]:
-        """Return the leaves that are split over replicas, and a function that puts others there."""
+        """Return the leaves that are split over replicas, and a function that replaces them."""
         leaves, treedef = jax.tree.flatten(args)
         places = [i for i, r in enumerate(jax.tree.leaves(self.roles(args))) if r == "batch"]
 
@@ -112,7 +112,7 @@ class LibraryUpdate:
 
         return [leaves[i] for i in places], join
 
-    def scanned(
+    def scan(
         self,
         state: ReplicaState,
         batches: tuple[PyTree, ...],
@@ -124,11 +124,11 @@ class LibraryUpdate:
         split, join = self.split(batches)
 
         def one(state: ReplicaState, split: list[Any]) -> tuple[ReplicaState, PyTree]:
-            return self.updated(state, join(split), weight, communicate, **fixed)
+            return self.update(state, join(split), weight, communicate, **fixed)
 
         return lax.scan(one, state, split)
 
-    def updated(
+    def update(
         self,
         state: ReplicaState,
         args: tuple[PyTree, ...],
@@ -145,7 +145,7 @@ class LibraryUpdate:
         shared, local = state.exchange.shared, state.exchange._replace(shared=())
 
         def one(state: PyTree, memory: PyTree, weight: Any, *args: PyTree) -> Any:
-            return self._of_replica(state, memory, weight, args, sync.param_specs)
+            return self._step_replica(state, memory, weight, args, sync.param_specs)
 
         step = increment(state.step)
         count = number_of_all(step, **where)
@@ -180,16 +180,16 @@ class LibraryUpdate:
                 stacked=replicas,
                 **extra,
             )
-            new = self.params.put(new, params)
-            new = self.moments.put(new, moments)
-            new = self.statistics.put(new, with_statistics(means, averaged))
+            new = self.params.set(new, params)
+            new = self.moments.set(new, moments)
+            new = self.statistics.set(new, with_statistics(means, averaged))
             return (new, done.local), done.shared
 
         own = state.state, new, local.local, weight
         (new, local_state), shared = over_stacked(exchange, own, shared, **where)
         return ReplicaState(step, new, StepExchange(local_state, shared, memory)), results
 
-    def _of_replica(
+    def _step_replica(
         self,
         state: PyTree,
         memory: PyTree,
@@ -215,20 +215,22 @@ class LibraryUpdate:
                 grads, held[0] = reduction.update(grads, held[0], params, **given)
                 return grads
 
-            weights = weights.after(Averaging.of(reduction, memory, self.axis_name))
+            weights = weights.after_averaging(
+                Averaging.from_transform(reduction, memory, self.axis_name)
+            )
             returned = self.train_step(state, *args, reduce_gradients=reduce_gradients)
             (memory,) = held
-        new, results = _pair(returned, state)
+        new, results = _check_results(returned, state)
         if weight is not None:  # the batch of a replica without data counts nowhere
             results = unless_idle(results, weight)
-            means = statistics_before_if(weight <= 0, *map(self.statistics.get, (new, state)))
-            new = self.statistics.put(new, means)
+            means = restore_statistics_if(weight <= 0, *map(self.statistics.get, (new, state)))
+            new = self.statistics.set(new, means)
         if weights.update is not None:
-            new = _if_takes(weights.update > 0, new, state)
+            new = _select(weights.update > 0, new, state)
         return new, memory, weights.exchange, results
 
 
-def _pair(returned: Any, state: PyTree) -> tuple[PyTree, PyTree]:
+def _check_results(returned: Any, state: PyTree) -> tuple[PyTree, PyTree]:
     """Return what `train_step` returned; raise `ValueError` unless it begins with a state."""
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     before, after = (jax.tree.structure(x) for x in (state, returned[0] if is_pair else returned))
@@ -243,5 +245,5 @@ def _pair(returned: Any, state: PyTree) -> tuple[PyTree, PyTree]:
     )
 
 
-def _if_takes(takes: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    return jax.tree.map(lambda n, o: jnp.where(takes, n, o), new, old)
+def _select(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)

@@ -14,16 +14,16 @@ from ..algorithms import shares_of_gossip
 from ..mesh import AnyMesh, consensus
 from ..transform import Every, ParameterTransform, as_schedule
 from ..tree import add, leaf_names
-from ._train_state import TrainState, updates_of
+from ._train_state import TrainState, update_count
 from .input import (
-    BatchesOfCalls,
     Partial,
+    ScanBatches,
     ScanPipeline,
     StepResult,
     TrainPipeline,
     check_accumulation,
 )
-from .step import mean_metrics, weight_of, weighted_metrics
+from .step import mean_metrics, metric_weight, weighted_metrics
 
 
 class Hook(Protocol):
@@ -75,7 +75,7 @@ def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float | np.ndarray]
     for name, value in zip(leaf_names(metrics), jax.tree.leaves(metrics), strict=True):
         each = _local_replicas(name, value)
         mean = np.mean(each, axis=0)
-        weight = weight_of(name, weights)
+        weight = metric_weight(name, weights)
         # An idle replica reports zeros. If all replicas of this process are idle, the mean is 0.
         if weight is not None and weight.any():
             used = weight > 0
@@ -257,7 +257,7 @@ def train_loop(
             raise ValueError(
                 "`step` is a js.TrainPipeline that evaluates: its results are no steps. Iterate it."
             )
-        done = _done(step.state, end)
+        done = _completed_steps(step.state, end)
         return _run(contextlib.nullcontext(step), end, hooks, schedules, done)
     if state is None or batches is None or isinstance(batches, TrainPipeline):
         raise ValueError(
@@ -266,22 +266,22 @@ def train_loop(
         )
     if prefetch is None:
         prefetch = 0 if isinstance(batches, Iterator) else _PREFETCH
-    done = _done(state, end)
+    done = _completed_steps(state, end)
     if per_call > 1:
-        _refuse_calls(step, per_call, accumulate)
+        _check_steps_per_call(step, per_call, accumulate)
         length = functools.partial(_call_length, per_call, end, schedules)
-        calls = BatchesOfCalls(iter(batches), length, done)
+        calls = ScanBatches(iter(batches), length, done)
         pipeline = ScanPipeline(step, state, calls, depth=prefetch)
         return _run(pipeline, end, hooks, schedules, done)
     pipeline = TrainPipeline(
         step, state, batches, depth=prefetch, accumulate=accumulate, partial=partial
     )
     if end is not None:
-        pipeline._take_at_most(max(0, end - done) * accumulate)
+        pipeline._limit_batches(max(0, end - done) * accumulate)
     return _run(pipeline, end, hooks, schedules, done)
 
 
-def _refuse_calls(step: Any, per_call: int, accumulate: int) -> None:
+def _check_steps_per_call(step: Any, per_call: int, accumulate: int) -> None:
     """Raise `ValueError` for what cannot run several updates in a call."""
     if accumulate > 1:
         raise ValueError(
@@ -307,9 +307,9 @@ def _call_length(per_call: int, end: int | None, schedules: Sequence[Every], don
     return most
 
 
-def _done(state: Any, end: int | None) -> int:
+def _completed_steps(state: Any, end: int | None) -> int:
     """Return the number of steps that the state has done."""
-    done = updates_of(state)
+    done = update_count(state)
     if end is not None and done >= end > 0:
         warn_user(
             f"train_loop: the state has done {done} steps and `num_steps`={end} is the number of "
@@ -339,14 +339,14 @@ def _run(
             state = result.state
             for hook, is_due in zip(hooks, schedules, strict=True):
                 if is_due(done):
-                    result.reports.update(_reported(hook, hook(result)))
+                    result.reports.update(_check_report(hook, hook(result)))
             if result.state is not state:
                 results.state = result.state
             yield result
         results.refuse_ids()
 
 
-def _reported(hook: Hook, report: Any) -> Mapping[str, Any]:
+def _check_report(hook: Hook, report: Any) -> Mapping[str, Any]:
     """Return what a hook reports; {} for None."""
     if report is None or isinstance(report, Mapping):
         return report or {}

@@ -80,7 +80,7 @@ class ReplicaState(NamedTuple):
     exchange: StepExchange = StepExchange()
 
 
-def updates_of(state: Any) -> int:
+def update_count(state: Any) -> int:
     """Return the updates that a step's state counts, which waits for it; 0 for other states."""
     if not isinstance(state, TrainState | ReplicaState):
         return 0
@@ -89,7 +89,7 @@ def updates_of(state: Any) -> int:
     return int(np.ravel(jax.device_get(local))[0])
 
 
-def started(
+def initial_state(
     stacked: PyTree,
     opt_state: PyTree,
     exchange: StepExchange,

@@ -16,7 +16,7 @@ from .._support.coordinator import NoNoteError, forget, gather_notes
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, axis_names, replica_count
 from ..tree import leaf_names
-from ._batches import from_parts, is_of_processes, own_parts, processes_of, topic_of
+from ._batches import array_from_parts, is_multi_process, new_topic, own_parts, process_indices
 
 OnExhausted = Literal["follow", "raise"]
 _OWNER = "uneven_batches"
@@ -88,8 +88,8 @@ def uneven_batches(
             f"{_OWNER}: `shares` must hold the batches of each replica of this process, which has "
             f"{len(local_replicas)} of {replicas}, got {len(shares)} shares."
         )
-    gather = _NoteExchange(mesh) if is_of_processes(mesh) else None
-    return _joined([iter(share) for share in shares], mesh, axes, gather, on_exhausted)
+    gather = _NoteExchange(mesh) if is_multi_process(mesh) else None
+    return _weighted_batches([iter(share) for share in shares], mesh, axes, gather, on_exhausted)
 
 
 class _NoteExchange:
@@ -100,7 +100,7 @@ class _NoteExchange:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._processes, self._topic = processes_of(mesh), topic_of("uneven", mesh)
+        self._processes, self._topic = process_indices(mesh), new_topic("uneven", mesh)
         self._batches = 0
 
     def __call__(self, note: dict[str, Any]) -> list[dict[str, Any]]:
@@ -132,7 +132,7 @@ class _NoteExchange:
         return notes
 
 
-def _joined(
+def _weighted_batches(
     shares: list[Iterator[PyTree]],
     mesh: AnyMesh,
     axes: tuple[str, ...],
@@ -175,9 +175,9 @@ def _joined(
         whole = [template if batch is None else batch for batch in last]
         batch = jax.tree.map(lambda *parts: np.concatenate(parts), *whole)
         weight = np.array(samples, np.float32)
-        if is_of_processes(mesh):
+        if is_multi_process(mesh):
             batch, weight = jax.tree.map(
-                lambda x: from_parts(x, mesh, axes), (batch, weight[list(local_replicas)])
+                lambda x: array_from_parts(x, mesh, axes), (batch, weight[list(local_replicas)])
             )
         yield WeightedBatch(batch, weight)
 

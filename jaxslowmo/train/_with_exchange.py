@@ -27,14 +27,14 @@ from ..mesh import (
 from ..transform import ParameterTransform, first_states, of_one
 from ..transform import init as make_states
 from ..tree import check_arrays, leaf_names
-from ._batches import Placing
-from ._library_update import NOTHING, Access, LibraryUpdate
+from ._batches import BatchPlacer
+from ._library_update import NO_ACCESS, Access, LibraryUpdate
 from ._train_state import ReplicaState, StepExchange, TrainState, with_own_keys
 from .step._in_flight import StepsInFlight
-from .step._local_traffic import has_silent_updates
+from .step._local_traffic import has_local_steps
 from .step._phases import Mode, Phases
-from .step._settings import readers_of_programs
-from .step._states import is_gone, refuse_another_model
+from .step._settings import program_checks
+from .step._states import check_same_model, is_deleted
 from .step._transforms import check_axes
 
 
@@ -54,13 +54,17 @@ class ExchangingStep:
         self.sync = sync.bound(dict(mesh.shape))
         self._update, self._donates = update, donate
         self._where: dict[str, Any] = {"mesh": mesh, "axis_name": axis_name}
-        self._placing = Placing(mesh, axis_name, "local", None)
+        self._placer = BatchPlacer(mesh, axis_name, "local", None)
         self._phases, self._bound = Phases(self.sync, mode), self.sync
         self._names: list[str] = []  # of the parameters of the first state
         self._programs: dict[Any, Any] = {}
         self._in_flight = StepsInFlight()
-        is_silent = has_silent_updates(update.gradients, self.sync)
-        self._readers = readers_of_programs(mesh, axis_name, update.map_with, is_silent=is_silent)
+        self._program_checks = program_checks(
+            mesh,
+            axis_name,
+            update.map_with,
+            has_local_steps=has_local_steps(update.gradients, self.sync),
+        )
 
     def init(self, state: PyTree) -> ReplicaState:
         """Make the states of all replicas from that of one.
@@ -120,12 +124,12 @@ class ExchangingStep:
             raise ValueError(
                 f"`communicate` must be True, False or a () bool array, got {communicate!r}."
             )
-        self._take(state)
-        args, weight = self._placed(args, weight)
-        phase = self._phases.of_program(state)
+        self._check_state(state)
+        args, weight = self._place(args, weight)
+        phase = self._phases.program_phase(state)
         traced = None if isinstance(communicate, bool) else communicate
-        program = self._program("updated", phase, state, communicate)
-        new, results = self._run(program, "updated", phase, state, args, weight, traced)
+        program = self._program("update", phase, state, communicate)
+        new, results = self._run(program, "update", phase, state, args, weight, traced)
         if communicate is True:
             self._phases.advance(state, new)
         return new, results
@@ -148,13 +152,15 @@ class ExchangingStep:
 
         Communication: that of K calls.
         """
-        self._take(state)
+        self._check_state(state)
         split, join = self._update.split(batches)
-        split, weight, length = self._placing.several(split, weight, axis_names(self.axis_name))
+        split, weight, length = self._placer.place_batches(
+            split, weight, axis_names(self.axis_name)
+        )
 
         def run(phase: Phase | None, state: ReplicaState, part: list[Any]) -> Any:
-            program = self._program("scanned", phase, state, True)
-            return self._run(program, "scanned", phase, state, join(part), weight, None)
+            program = self._program("scan", phase, state, True)
+            return self._run(program, "scan", phase, state, join(part), weight, None)
 
         return self._phases.scan(state, split, length, run)
 
@@ -162,11 +168,11 @@ class ExchangingStep:
 
     def phase(self, t: int) -> Phase:
         """Return the phase of update t = 1, 2, ...: the names of the exchanges."""
-        return self._phases.of(t)
+        return self._phases.at_update(t)
 
     def next_phase(self, state: ReplicaState, later: int = 0) -> Phase:
         """Return the phase of the update `later` updates after the next one, as a host value."""
-        self._take(state)
+        self._check_state(state)
         return self._phases.next(state, later)
 
     def shares(self, state: ReplicaState) -> Shares:
@@ -192,17 +198,17 @@ class ExchangingStep:
 
     def from_train_state(self, parts: TrainState) -> ReplicaState:
         """Return the state with these parts, of which `as_train_state` has the form."""
-        state = self._update.moments.put(parts.model_state, parts.opt_state)
-        state = self._update.params.put(state, parts.params)
+        state = self._update.moments.set(parts.model_state, parts.opt_state)
+        state = self._update.params.set(state, parts.params)
         return ReplicaState(parts.step, state, parts.exchange)
 
     # Programs.
 
     def lower(self, state: ReplicaState, *args: PyTree, weight: Any = None) -> jax.stages.Lowered:
         """Return the lowered program of a call; nothing runs."""
-        self._take(state, runs=False)
-        args, weight = self._placed(args, weight, runs=False)
-        program = self._program("updated", self._phases.of_program(state), state, True)
+        self._check_state(state, runs=False)
+        args, weight = self._place(args, weight, runs=False)
+        program = self._program("update", self._phases.program_phase(state), state, True)
         return program.lower(state, args, weight, None)
 
     def compiled(self, *args: Any, **options: Any) -> jax.stages.Compiled:
@@ -213,22 +219,22 @@ class ExchangingStep:
         self, state: ReplicaState, *args: PyTree
     ) -> dict[str | None, jax.stages.Traced]:
         """Trace the step's programs: by phase name when host-scheduled, else one under None."""
-        self._take(state, runs=False)
-        args, _ = self._placed(args, None, runs=False)
+        self._check_state(state, runs=False)
+        args, _ = self._place(args, None, runs=False)
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
-            return self._program("updated", phase, state, True).trace(state, args, None, None)
+            return self._program("update", phase, state, True).trace(state, args, None, None)
 
-        return self._phases.by_name(trace)
+        return self._phases.trace_by_phase(trace)
 
-    def _take(self, state: ReplicaState, *, runs: bool = True) -> None:
+    def _check_state(self, state: ReplicaState, *, runs: bool = True) -> None:
         """Raise `ValueError` unless a step can take the state; the first one sizes the exchange."""
         if not isinstance(state, ReplicaState):
             raise ValueError(
                 "`state` must be what `init(state)` of js.with_exchange makes, and what the step "
                 f"returns, got {type(state).__name__}."
             )
-        if runs and is_gone(state.step):  # jax 0.10 may crash with it
+        if runs and is_deleted(state.step):  # jax 0.10 may crash with it
             raise ValueError(
                 "`state` was given to a step before, which reuses its buffers (donate=True): go on "
                 "with the state that this step returned, or make the step with donate=False."
@@ -240,7 +246,7 @@ class ExchangingStep:
         """Return the exchange, sized for the first parameters and their layout in a replica."""
         needs = self.sync.algorithm.needs
         if self._names and needs:
-            refuse_another_model(params, self._names)
+            check_same_model(params, self._names)
         if not self._names:
             sync = self.sync.bound(dict(self.mesh.shape), of_one(params)) if needs else self.sync
             if axes := model_axes(params, self.mesh, self.axis_name):
@@ -250,22 +256,22 @@ class ExchangingStep:
                 self._names = leaf_names(params)
         return self._bound
 
-    def _placed(
+    def _place(
         self, args: tuple[PyTree, ...], weight: Any, *, runs: bool = True
     ) -> tuple[tuple[PyTree, ...], Any]:
         """Return arguments and weight on the devices, split where `in_axes` says so."""
         split, join = self._update.split(args)
-        place = self._placing.compared if runs else self._placing.placed
+        place = self._placer.check_and_place if runs else self._placer.place
         split, weight = place(split, weight, axis_names(self.axis_name))
         return join(split), weight
 
     def _run(self, program: Any, method: str, phase: Phase | None, *args: Any) -> Any:
         """Run a program, after the processes have compared it."""
-        for before_run in self._readers:
+        for before_run in self._program_checks:
             before_run(program, method, phase, *args)
         new, results = program(*args)
         for result in jax.tree.leaves(results)[:1]:
-            self._in_flight.admit(result)
+            self._in_flight.add(result)
         return new, results
 
     def _program(
@@ -397,14 +403,14 @@ def with_exchange(
         raise ValueError(
             f"{owner}: `statistics` must be two functions, (get, set), or None, got {statistics!r}."
         )
-    moments = NOTHING
+    moments = NO_ACCESS
     if reads_optimizer:
         moments = Access("opt_state", functions["get_opt_state"], functions["set_opt_state"])
     update = LibraryUpdate(
         *(train_step, in_axes, mesh, axis_name, map_with),
         params=Access("params", get_params, set_params),
         moments=moments,
-        statistics=NOTHING if statistics is None else Access("statistics", *statistics),
+        statistics=NO_ACCESS if statistics is None else Access("statistics", *statistics),
         gradients=None if gradients is None else optax.with_extra_args_support(gradients),
     )
     return ExchangingStep(update, sync, mode, donate)

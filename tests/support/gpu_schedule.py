@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxslowmo.reports.communication._hlo_text import HloModule, Instruction, scope_of, shapes
+from jaxslowmo.reports.communication._hlo_text import HloModule, Instruction, parse_scope, shapes
 from support.schedule_text import PRODUCTS, inside, instructions, scheduled_module
 
 _COLLECTIVES = (
@@ -115,8 +115,8 @@ def read_loops(text: str) -> list[Schedule]:
 
 def _loop_bodies(module: HloModule, computation: str) -> Iterator[str]:
     for op in instructions(module, computation):
-        for name in op.called:
-            if op.opcode == "while" and name == op.called[-1]:  # the condition stands before it
+        for name in op.callees:
+            if op.opcode == "while" and name == op.callees[-1]:  # the condition stands before it
                 yield name
             yield from _loop_bodies(module, name)
 
@@ -144,7 +144,7 @@ def _products(module: HloModule, op: Instruction) -> Iterator[str]:
     """Yield the op_name of each matrix product in an instruction."""
     for inner in inside(module, op):
         if inner.opcode in PRODUCTS or _PRODUCT_CALLS.search(inner.attributes):
-            yield scope_of(inner.attributes) or scope_of(op.attributes)
+            yield parse_scope(inner.attributes) or parse_scope(op.attributes)
 
 
 def _kind(module: HloModule, op: Instruction) -> str | None:
@@ -165,7 +165,7 @@ def _transfer(ops: list[Instruction], products: list[Product], start: int, kind:
     return Transfer(
         collective=kind,
         bytes=sum(num_bytes for _, num_bytes in shapes(result)),
-        op_name=scope_of(op.attributes),
+        op_name=parse_scope(op.attributes),
         start=start,
         done=done,
         products=tuple(p for p in products if start < p.place < done),

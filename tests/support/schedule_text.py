@@ -6,7 +6,7 @@ from jaxslowmo.reports.communication._hlo_text import (
     HloModule,
     Instruction,
     parse_module,
-    scope_of,
+    parse_scope,
 )
 
 # Compilers for TPU write a matrix product as a convolution.
@@ -28,7 +28,7 @@ def instructions(module: HloModule, computation: str) -> list[Instruction]:
 def inside(module: HloModule, op: Instruction) -> Iterator[Instruction]:
     """Yield an instruction and those of all computations that it calls."""
     yield op
-    for name in op.called:
+    for name in op.callees:
         for inner in instructions(module, name):
             yield from inside(module, inner)
 
@@ -42,5 +42,5 @@ def num_instructions(module: HloModule, op: Instruction, opcodes: set[str]) -> i
 
 def is_product_of_model(module: HloModule, op: Instruction) -> bool:
     """Return whether an instruction computes a matrix product that the model has asked for."""
-    named = "dot_general" in scope_of(op.attributes)
+    named = "dot_general" in parse_scope(op.attributes)
     return named and num_instructions(module, op, PRODUCTS) > 0

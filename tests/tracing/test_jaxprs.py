@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.tracing import collective_axes, equations_in, read_update
-from jaxslowmo.tracing._jaxprs import differing_axes
+from jaxslowmo.tracing._jaxprs import varying_axes
 from jaxslowmo.transform import takes_extra
 from support.promotion import promoting
 
@@ -30,8 +30,8 @@ def found(tx, kind):
     params = jax.tree.map(lambda x: np.stack([x, x]), WHOLE)
     none = jax.tree.map(lambda _: frozenset(), params)
     how = {"mesh": MESHES[kind], "axes": ("replica", "device"), "extra": takes_extra(state)}
-    facts = read_update(tx, params, state, **how, differing=none)
-    return set() if facts is None else facts.unnamed
+    facts = read_update(tx, params, state, **how, varying=none)
+    return set() if facts is None else facts.undeclared
 
 
 def mean_over(axis):
@@ -181,7 +181,7 @@ def test_between_which_positions_results_differ(name):
     seen = []
 
     def one(x):
-        seen.extend(differing_axes(jax.make_jaxpr(fn)(x), [BOTH]))
+        seen.extend(varying_axes(jax.make_jaxpr(fn)(x), [BOTH]))
         return x
 
     mapped = jax.vmap(jax.vmap(one, axis_name="device"), axis_name="replica")

@@ -2,7 +2,7 @@
 
 import re
 
-from jaxslowmo.train._batches import Note, Verdict, compared
+from jaxslowmo.train._batches import Note, Verdict, compare_notes
 
 LEAVES = {"x": "float32[8,3]", "y": "int32[8]"}
 
@@ -14,16 +14,16 @@ def notes(*digests, **changed):
 
 def test_what_is_said_of_notes():
     """Parts that differ are right, equal ones warn, and what makes no batch is an error."""
-    assert compared(notes({"0": "a"}, {"1": "b"})) == Verdict()
-    assert compared(notes({"0": "a"}, {"0": "a"})) == Verdict()  # of one part
-    assert compared(notes({}, {})) == Verdict()  # later, values are not compared
-    assert compared(notes({"whole": "a"}, {"whole": "a"})) == Verdict()
-    alike = compared(notes({"0": "a"}, {"1": "b"}, {"2": "a"}))
+    assert compare_notes(notes({"0": "a"}, {"1": "b"})) == Verdict()
+    assert compare_notes(notes({"0": "a"}, {"0": "a"})) == Verdict()  # of one part
+    assert compare_notes(notes({}, {})) == Verdict()  # later, values are not compared
+    assert compare_notes(notes({"whole": "a"}, {"whole": "a"})) == Verdict()
+    alike = compare_notes(notes({"0": "a"}, {"1": "b"}, {"2": "a"}))
     assert alike.error is None
     assert "processes 0, 2 give the same data" in alike.warning
     same_part = notes({"0": "a", "1": "b"}, {"1": "c", "2": "d"})
     shared = notes({"0": "a", "shared": "s"}, {"1": "b", "shared": "t"})
-    assert compared(notes({"0": "a", "shared": "s"}, {"1": "b", "shared": "s"})) == Verdict()
+    assert compare_notes(notes({"0": "a", "shared": "s"}, {"1": "b", "shared": "s"})) == Verdict()
     other_shape = {7: Note(1, None, {"x": "float32[4,3]"}, {})}
     many = {7: Note(1, None, {f"x{i}": "float32[1]" for i in range(40)}, {})}
     for given, wanted in (
@@ -35,4 +35,4 @@ def test_what_is_said_of_notes():
         (notes({}) | {1: Note(9, None, LEAVES, {})}, "0 in step 1, process 1 in step 9."),
         (notes({}) | {1: Note(1, "`batch`: ...", {}, {})}, "process 1: `batch`: ..."),
     ):
-        assert re.search(wanted, compared(given).error)
+        assert re.search(wanted, compare_notes(given).error)

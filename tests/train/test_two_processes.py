@@ -574,7 +574,7 @@ def test_what_both_say_of_batches_that_do_not_fit(said):
         assert "process 1 did not report within 0.5 s what it gives" in late
     batch, program = both[0]["one has that shape"]
     assert "in step 2 process 1 did not report within 0.1 s" in batch
-    assert "`updated` process 1 did not report within 0.1 s" in program
+    assert "`update` process 1 did not report within 0.1 s" in program
     assert both[1]["one has that shape"] == []
 
 
@@ -598,7 +598,7 @@ NAMED = {
 
 
 EQUATIONS, CONSTANTS = (
-    f"programs differ between processes: {x} of `updated`" for x in ("equations", "constants")
+    f"programs differ between processes: {x} of `update`" for x in ("equations", "constants")
 )
 OF_PROGRAMS = {
     "equal loss": None,
@@ -611,7 +611,7 @@ OF_PROGRAMS = {
     "array in the loss, traced": f"{CONSTANTS}: ",
     "array in the loss, host": f"{CONSTANTS} of phase 'local': ",
     "later": f"{EQUATIONS} of phase 'local': ",
-    "evaluated": "equations of `evaluated`: ",
+    "evaluated": "equations of `evaluate`: ",
 }
 
 
@@ -651,5 +651,5 @@ def test_the_step_of_another_library_trains_as_in_one_process(said):
         assert all(max(differences) < 2e-5 for differences in found.values()), found
         for mode in "traced", "host":
             assert re.search(
-                "programs differ between processes: equations of `updated`", errors[mode]
+                "programs differ between processes: equations of `update`", errors[mode]
             )

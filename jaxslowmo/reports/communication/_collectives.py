@@ -5,7 +5,15 @@ from functools import cache
 from typing import NamedTuple
 
 from ..._support.scopes import PHASE
-from ._hlo_text import Computation, HloModule, Instruction, phase_of, scope_of, shapes, trip_count
+from ._hlo_text import (
+    Computation,
+    HloModule,
+    Instruction,
+    parse_phase,
+    parse_scope,
+    shapes,
+    trip_count,
+)
 from ._mesh_axes import Groups, parse_groups
 
 COLLECTIVES = (
@@ -116,16 +124,18 @@ def read_collectives(
     scopes: dict[tuple[str | None, bool], None] = {}  # in order, without duplicates
 
     @cache
-    def of_computation(name: str, phase: str | None, conditional: bool) -> Block:
+    def read_computation(name: str, phase: str | None, conditional: bool) -> Block:
         """Return what a computation holds; a called one has the phase of its caller."""
         within = module.computations[name]
-        nodes = (of_one(op, within, phase, conditional) for op in within.select(pattern))
-        return tuple(node for of_op in nodes for node in of_op)
+        blocks = (read_instruction(op, within, phase, conditional) for op in within.select(pattern))
+        return tuple(node for nodes in blocks for node in nodes)
 
-    def of_one(op: Instruction, within: Computation, phase: str | None, conditional: bool) -> Block:
+    def read_instruction(
+        op: Instruction, within: Computation, phase: str | None, conditional: bool
+    ) -> Block:
         if op.opcode.endswith(("-update", "-done")):
             return ()
-        own_phase = phase_of(scope_of(op.attributes))
+        own_phase = parse_phase(parse_scope(op.attributes))
         # The parameter of a branch has the scope of the value outside that it stands for.
         if own_phase is not None and not compiled and op.opcode != "parameter":
             scopes[own_phase, conditional] = None
@@ -139,15 +149,15 @@ def read_collectives(
             scopes[phase, conditional] = None
             return (collective._replace(phase=phase),)
         if opcode == "conditional":
-            inserted = {x: module.computations[x].only_phase() for x in op.called if compiled}
-            blocks = tuple(of_computation(x, inserted.get(x) or phase, True) for x in op.called)
+            inserted = {x: module.computations[x].only_phase() for x in op.callees if compiled}
+            blocks = tuple(read_computation(x, inserted.get(x) or phase, True) for x in op.callees)
             return (Branches(blocks),) if any(blocks) else ()
-        block = tuple(x for name in op.called for x in of_computation(name, phase, conditional))
+        block = tuple(x for name in op.callees for x in read_computation(name, phase, conditional))
         if opcode == "while":
             return (Loop(block, trip_count(op, within, module)),) if block else ()
         return block
 
-    return ProgramCollectives(of_computation(module.entry, None, False), tuple(scopes))
+    return ProgramCollectives(read_computation(module.entry, None, False), tuple(scopes))
 
 
 class _Slices(NamedTuple):
@@ -157,8 +167,8 @@ class _Slices(NamedTuple):
     count: int
     readable: bool  # whether the mesh numbers devices as the program does
 
-    def across(self, groups: Groups) -> Groups:
-        """Return groups of one slice for all slices."""
+    def repeat_groups(self, groups: Groups) -> Groups:
+        """Return the groups of one slice repeated for all slices."""
         if self.count > 1 and groups is not None:
             groups = groups or (tuple(range(self.size)),)
             starts = range(0, self.size * self.count, self.size)
@@ -175,7 +185,7 @@ def _collective(
         return None
     pairs = name == "collective-permute"
     key = "source_target_pairs=" if pairs else "replica_groups="
-    groups = slices.across(parse_groups(op.attributes.partition(key)[2] or "{}"))
+    groups = slices.repeat_groups(parse_groups(op.attributes.partition(key)[2] or "{}"))
     operands = op.operands
     if name == "ragged-all-to-all" or ", slice_sizes=" in op.attributes:
         operands = operands[:1]  # the others are the output buffer and offsets
@@ -183,7 +193,7 @@ def _collective(
     nbytes = sum(size for _, size in arrays)
     if name == "all-gather":
         nbytes *= max(map(len, groups or ()), default=0) or slices.size
-    if name == "all-reduce" and _is_scattered(op.name, within):
+    if name == "all-reduce" and _is_fused_reduce_scatter(op.name, within):
         name = "reduce-scatter"
     return Collective(name, groups, nbytes, tuple(sorted({x for x, _ in arrays})), pairs=pairs)
 
@@ -197,7 +207,7 @@ def _transfer(
         groups, pairs = parse_target(target[1], slices.size)
         groups = groups if slices.readable else None
     elif match := _PAIRS.search(op.attributes):
-        groups = slices.across(parse_groups(match[1]))
+        groups = slices.repeat_groups(parse_groups(match[1]))
     elif ", is_host_transfer=true" in op.attributes:
         return None
     # A recv has no operand but a token; its result is (data, context, token).
@@ -208,7 +218,7 @@ def _transfer(
     return Collective(name, groups, nbytes, (dtype,), pairs=pairs, pattern=pattern)
 
 
-def _is_scattered(name: str, within: Computation) -> bool:
+def _is_fused_reduce_scatter(name: str, within: Computation) -> bool:
     """Return whether a computation is TPU's fused reduce-scatter, an all-reduce and a slice of it.
 
     Outside a fusion the same pair of instructions does move the whole buffer to everybody.

@@ -28,7 +28,7 @@ from ._collectives import (
 )
 from ._comm_rows import LEVELS, CommReport, CommRow
 from ._hlo_text import parse_module
-from ._mesh_axes import UNKNOWN_AXIS, MeshAxes, axis_of, declared_meshes, mesh_axes, meshes_among
+from ._mesh_axes import UNKNOWN_AXIS, MeshAxes, axes_of_meshes, axis_of, declared_meshes, mesh_axes
 
 AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled
 
@@ -73,7 +73,7 @@ def comm_report(fn: Callable[..., Any] | Any, *args: Any, **kwargs: Any) -> Comm
       (('every',), 0)
     """
     leaves = jax.tree.leaves((args, kwargs))
-    meshes = meshes_among(getattr(leaf, "sharding", None) for leaf in leaves)
+    meshes = axes_of_meshes(getattr(leaf, "sharding", None) for leaf in leaves)
     by_phase = getattr(fn, "traced_by_phase", None)
     if by_phase is not None:
         return _report(by_phase(*args, **kwargs), meshes, step=fn, state=next(iter(args), None))
@@ -128,13 +128,13 @@ def _report(
     by_kind: dict[str, Any] = dict(programs if isinstance(programs, Mapping) else {"": programs})
     traced = [p for p in by_kind.values() if isinstance(p, jax.stages.Traced)]
     equations = (equation for p in traced for equation in equations_in(p.jaxpr))
-    meshes = meshes_among(equation.params.get("mesh") for equation in equations) + arguments
+    meshes = axes_of_meshes(equation.params.get("mesh") for equation in equations) + arguments
     found: list[tuple[str, str, ProgramCollectives]] = []
     compiled: dict[str, jax.stages.Compiled] = {}
     for kind, program in by_kind.items():
         if isinstance(program, jax.stages.Compiled):
             shardings = program.input_shardings, program.output_shardings
-            meshes += meshes_among(jax.tree.leaves(shardings))
+            meshes += axes_of_meshes(jax.tree.leaves(shardings))
             compiled[kind] = program
             continue
         lowered: Any = program.lower() if isinstance(program, jax.stages.Traced) else program
@@ -166,7 +166,7 @@ def _report(
     kinds = tuple(by_kind)
     if not whole:
         phases = sync.phases() if is_sync and not sync.algorithm.needs else ()
-        kinds = kinds_of([program for *_, program in found], phases)
+        kinds = step_kinds([program for *_, program in found], phases)
     levels = [level for level in LEVELS if [x for _, x, _ in found].count(level) == len(by_kind)]
     rows: list[CommRow] = []
     for kind, level, (name, of_level, program) in product(kinds, levels, found):
@@ -174,11 +174,11 @@ def _report(
             rows += _rows_of_kind(kind, program, level, axes, whole)
     names = [name for mesh in axes for name, _ in mesh.axes]
     names += sorted((row.axis for row in rows), key=lambda axis: axis == UNKNOWN_AXIS)
-    stored = _stored(step, state) if is_sync else ""
-    return CommReport(tuple(rows), kinds, tuple(dict.fromkeys(names)), tuple(levels), stored)
+    layout = _state_layout(step, state) if is_sync else ""
+    return CommReport(tuple(rows), kinds, tuple(dict.fromkeys(names)), tuple(levels), layout)
 
 
-def _stored(step: Any, state: Any) -> str:
+def _state_layout(step: Any, state: Any) -> str:
     """Return where the shared state of a step's `sync` is; "" if every replica has all of it."""
     shared, sync = state.exchange.shared, step.sync
     if not jax.tree.leaves(shared) or sync.algorithm.is_sharded is False:
@@ -192,7 +192,7 @@ def _stored(step: Any, state: Any) -> str:
     return f"sharded over the replicas; of its bytes {whole:.1%} are whole on each"
 
 
-def kinds_of(
+def step_kinds(
     programs: Sequence[ProgramCollectives], phases: Sequence[Phase] = ()
 ) -> tuple[str, ...]:
     """Return the kinds of step of one traced program, from its emitted and compiled collectives.
@@ -272,7 +272,7 @@ def _rows_of_kind(
     def amounts(
         block: Block, conditional: bool, loops: tuple[int | None, ...]
     ) -> Counter[tuple[CommRow, str]]:
-        """Return the amounts by row and name, inside of `loops` with these turns."""
+        """Return the amounts by row and name; `loops` are the trip counts around the block."""
         total: Counter[tuple[CommRow, str]] = Counter()
         for node in block:
             if isinstance(node, Loop):
@@ -285,8 +285,8 @@ def _rows_of_kind(
                 axis, group_size = axis_of(node.groups, node.pairs, meshes)
                 if group_size == 1:
                     continue
-                turns = [count for count in loops if count is not None]
-                trips = math.prod(turns) if len(turns) == len(loops) else None
+                known = [count for count in loops if count is not None]
+                trips = math.prod(known) if len(known) == len(loops) else None
                 row = CommRow(kind, axis, node.name, level, 0, 0, 0, group_size, ())
                 row = replace(row, conditional=conditional, in_loop=bool(loops), trip_count=trips)
                 dtypes[row].update(node.dtypes)

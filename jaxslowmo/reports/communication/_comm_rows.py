@@ -52,7 +52,7 @@ class CommRow:
     trip_count: int | None = 1
 
 
-class Which(TypedDict, total=False):
+class RowFilter(TypedDict, total=False):
     """The keyword arguments that select rows; see `CommReport.select`."""
 
     axis: str | Sequence[str] | None
@@ -125,7 +125,7 @@ class CommReport:
             and level in (None, row.level)
         )
 
-    def count(self, *, level: str = "emitted", **which: Unpack[Which]) -> int:
+    def count(self, *, level: str = "emitted", **which: Unpack[RowFilter]) -> int:
         """Return the number of collectives that a step executes.
 
         Args:
@@ -143,15 +143,15 @@ class CommReport:
         Example:
           `assert report.count(kind="local", axis="replica") == 0`
         """
-        return sum(row.count for row in self._of_one_kind(level, which))
+        return sum(row.count for row in self._select_kind(level, which))
 
-    def bytes(self, *, level: str = "emitted", **which: Unpack[Which]) -> int:
+    def bytes(self, *, level: str = "emitted", **which: Unpack[RowFilter]) -> int:
         """Return the payload bytes of one device in a step; the arguments are those of `count`."""
-        return sum(row.bytes for row in self._of_one_kind(level, which))
+        return sum(row.bytes for row in self._select_kind(level, which))
 
-    def wire_bytes(self, *, level: str = "emitted", **which: Unpack[Which]) -> int:
+    def wire_bytes(self, *, level: str = "emitted", **which: Unpack[RowFilter]) -> int:
         """Return the bytes that one device sends in a step; the arguments are those of `count`."""
-        return sum(row.wire_bytes for row in self._of_one_kind(level, which))
+        return sum(row.wire_bytes for row in self._select_kind(level, which))
 
     def to_json(self) -> str:
         """Return the report as a JSON object with the attributes as keys."""
@@ -161,21 +161,21 @@ class CommReport:
         table = _table(self.kinds, self.levels, self.rows)
         return f"{table}\nstate of `sync`: {self.state}" if self.state else table
 
-    def _of_one_kind(self, level: str, which: Which) -> tuple[CommRow, ...]:
+    def _select_kind(self, level: str, which: RowFilter) -> tuple[CommRow, ...]:
         if which.get("kind") is None and len(self.kinds) > 1:
             raise ValueError(
                 "`kind` is needed: kinds of step overlap, so their sum would count twice. "
-                f"This report has {_listed(self.kinds)}."
+                f"This report has {_quote_names(self.kinds)}."
             )
         return self.select(level=level, **which)
 
 
 def _check(argument: str, value: str | None, names: Sequence[str]) -> None:
     if value is not None and value not in names:
-        raise ValueError(f"`{argument}` must be one of {_listed(names)}, got {value!r}.")
+        raise ValueError(f"`{argument}` must be one of {_quote_names(names)}, got {value!r}.")
 
 
-def _listed(names: Sequence[str]) -> str:
+def _quote_names(names: Sequence[str]) -> str:
     return ", ".join(repr(name) for name in names) or "(none)"
 
 
@@ -193,7 +193,7 @@ def _table(kinds: Sequence[str], levels: Sequence[str], rows: Sequence[CommRow])
                 amounts = sum(row.count for row in chosen), sum(row.bytes for row in chosen)
                 cells += [f"{amount:,}" if level in levels else "-" for amount in amounts]
             lines.append([kind, *pair, *cells, _notes(same)])
-    return "\n".join(aligned(lines, left=(0, 1, 2, 7)))
+    return "\n".join(align_columns(lines, left=(0, 1, 2, 7)))
 
 
 def _notes(rows: list[CommRow]) -> str:
@@ -205,7 +205,7 @@ def _notes(rows: list[CommRow]) -> str:
     return ", ".join(notes)
 
 
-def aligned(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)) -> list[str]:
     """Return the lines of a table, whose cells stand to the right but in the columns `left`."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

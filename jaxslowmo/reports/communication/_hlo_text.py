@@ -1,4 +1,4 @@
-"""A parser of HLO text: computations, instructions, types and the turns of loops."""
+"""A parser of HLO text: computations, instructions, types and the trip counts of loops."""
 
 import math
 import re
@@ -18,22 +18,22 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([^\]]*)\]")
 _ELEMENT = re.compile(r"([a-z]+?)(\d+)(e\w+)?")
 _KINDS = {"bf": "bfloat", "c": "complex", "f": "float", "s": "int", "u": "uint"}
-_KNOWN_TURNS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_KNOWN_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # Transformations wrap scope names, as in "transpose(jvp(phase:slow))", hence the brackets.
 _PHASE = re.compile(rf"{PHASE}([^/()]+)")
 
 
-def phase_of(scope: str) -> str | None:
+def parse_phase(scope: str) -> str | None:
     """Return the innermost phase that a scope path names, if any.
 
-    >>> phase_of("jit(f)/cond/branch_1_fun/phase:slow/phase:average/psum")
+    >>> parse_phase("jit(f)/cond/branch_1_fun/phase:slow/phase:average/psum")
     'average'
     """
     phases = _PHASE.findall(scope)
     return phases[-1] if phases else None
 
 
-def scope_of(text: str) -> str:
+def parse_scope(text: str) -> str:
     """Return the scope path in the text of an instruction; "" without one."""
     match = _OP_NAME.search(text)
     return match[1] if match else ""
@@ -55,7 +55,7 @@ class Instruction:
         return re.findall(r"%([\w.\-]+)", self.inside)
 
     @cached_property
-    def called(self) -> list[str]:
+    def callees(self) -> list[str]:
         """The names of the computations that it calls, in the order of the text."""
         return re.findall(r"[\w.\-]+", " ".join(_CALLED.findall(self.attributes)))
 
@@ -78,7 +78,7 @@ class Computation:
         """Return the instructions in whose text a pattern is found, in program order."""
         return (self.instruction(name) for name, text in self.lines.items() if pattern.search(text))
 
-    def behind_copies(self, name: str) -> Instruction:
+    def skip_copies(self, name: str) -> Instruction:
         """Return the instruction that computes a value, without copies of it."""
         instruction = self.instruction(name)
         while instruction.opcode in ("copy", "bitcast"):
@@ -87,7 +87,7 @@ class Computation:
 
     def only_phase(self) -> str | None:
         """Return the one phase that its instructions name; None if they name several or none."""
-        phases = {phase_of(scope_of(text)) for text in self.lines.values()} - {None}
+        phases = {parse_phase(parse_scope(text)) for text in self.lines.values()} - {None}
         return phases.pop() if len(phases) == 1 else None
 
 
@@ -141,8 +141,8 @@ def shapes(type_text: str) -> list[tuple[str, int]]:
     return arrays
 
 
-class _Carried(NamedTuple):
-    """A value that a loop carries from turn to turn, by its index."""
+class _CarryIndex(NamedTuple):
+    """The index of a value that a loop carries from iteration to iteration."""
 
     index: int
 
@@ -153,21 +153,21 @@ def trip_count(loop: Instruction, within: Computation, module: HloModule) -> int
     Only CPU and GPU code state it. Elsewhere `for (i = start; i < stop; i += step)` is recognised,
     whose `stop` is a constant, or a carried value that does not change.
     """
-    if stated := _KNOWN_TURNS.search(loop.attributes):
+    if stated := _KNOWN_TRIP_COUNT.search(loop.attributes):
         return int(stated[1])
-    condition, body = (module.computations[name] for name in loop.called)
+    condition, body = (module.computations[name] for name in loop.callees)
     compare = condition.instruction(condition.root)
     if ", direction=LT" not in compare.attributes:
         return None
     counter, stop = (_value(name, condition) for name in compare.operands)
-    starts, ends = within.behind_copies(loop.operands[0]), body.behind_copies(body.root)
-    if not isinstance(counter, _Carried) or {starts.opcode, ends.opcode} != {"tuple"}:
+    starts, ends = within.skip_copies(loop.operands[0]), body.skip_copies(body.root)
+    if not isinstance(counter, _CarryIndex) or {starts.opcode, ends.opcode} != {"tuple"}:
         return None
-    if isinstance(stop, _Carried):
+    if isinstance(stop, _CarryIndex):
         stays = _value(ends.operands[stop.index], body) == stop
         stop = _value(starts.operands[stop.index], within) if stays else None
     start = _value(starts.operands[counter.index], within)
-    total = body.behind_copies(ends.operands[counter.index])
+    total = body.skip_copies(ends.operands[counter.index])
     terms = [_value(name, body) for name in total.operands] if total.opcode == "add" else []
     step = sum(term for term in terms if isinstance(term, int)) if counter in terms else 0
     if not isinstance(start, int) or not isinstance(stop, int) or step <= 0:
@@ -175,13 +175,13 @@ def trip_count(loop: Instruction, within: Computation, module: HloModule) -> int
     return max(0, -(-(stop - start) // step))
 
 
-def _value(name: str, within: Computation) -> int | _Carried | None:
+def _value(name: str, within: Computation) -> int | _CarryIndex | None:
     """Return a constant integer, or the index of a carried value; None for other values."""
-    op = within.behind_copies(name)
+    op = within.skip_copies(name)
     if op.opcode == "constant" and re.fullmatch(r"-?\d+", op.inside):
         return int(op.inside)
     if op.opcode == "get-tuple-element":
         index = re.search(r"index=(\d+)", op.attributes)
         if index and within.instruction(op.operands[0]).opcode == "parameter":
-            return _Carried(int(index[1]))
+            return _CarryIndex(int(index[1]))
     return None

@@ -40,7 +40,7 @@ def mesh_axes(mesh: Any) -> MeshAxes:
     return MeshAxes(axes, tuple(range(mesh.size)), slices == sorted(slices))
 
 
-def meshes_among(values: Iterable[Any]) -> list[MeshAxes]:
+def axes_of_meshes(values: Iterable[Any]) -> list[MeshAxes]:
     """Return the axes of those values that are meshes, or shardings with one."""
     meshes = (getattr(value, "mesh", value) for value in values)
     return [mesh_axes(mesh) for mesh in meshes if hasattr(mesh, "axis_names")]

@@ -13,7 +13,7 @@ from ...transform import phase_name
 from ...tree import Bucket, leaf_names, noted_buffers
 from ._step_report import KindOfStep, StepReport
 from ._times import StepProgram, StepTimes, mean_times, step_times
-from ._trace import CannotTrace, traced_call
+from ._trace import TraceError, profile_call
 
 
 def measured(step: Callable[..., Any], *, rate: int = 100) -> "MeasuredStep":
@@ -95,8 +95,8 @@ class MeasuredStep:
         jax.block_until_ready((args, kwargs))
         why = "the jax profiler recorded no operation of the step"
         try:
-            result, ops, seconds = traced_call(lambda: step(*args, **kwargs), program.name)
-        except CannotTrace as error:
+            result, ops, seconds = profile_call(lambda: step(*args, **kwargs), program.name)
+        except TraceError as error:
             why, result, ops, seconds = str(error), step(*args, **kwargs), [], 0.0
         if any(program.work(op.name) for op in ops):
             self._measured.append((number, kind, step_times(ops, program, seconds)))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..._support.files import write_anew
 from ...tree import Bucket
-from ..communication import aligned
+from ..communication import align_columns
 from ._times import StepTimes
 
 
@@ -88,9 +88,9 @@ class StepReport:
         if self.missed:
             lines.append(f"due but not measured: {len(self.missed)}")
         if self.last is not None and self.average is not None:
-            lines += ["", *aligned(_times(self.last, self.average))]
+            lines += ["", *align_columns(_times(self.last, self.average))]
         if self.kinds:
-            lines += ["", *aligned(_kinds(self.kinds))]
+            lines += ["", *align_columns(_kinds(self.kinds))]
         dtypes = ", ".join(self.dtypes) or "no dtype"
         size = _mib(self.parameter_bytes)
         lines += ["", f"{self.num_parameter_tensors} parameters, {size}, {dtypes}"]

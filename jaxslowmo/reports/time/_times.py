@@ -8,7 +8,7 @@ from itertools import chain, groupby
 from typing import NamedTuple
 
 from ..._support import scopes
-from ..communication import COLLECTIVES, Instruction, parse_module, phase_of, scope_of
+from ..communication import COLLECTIVES, Instruction, parse_module, parse_phase, parse_scope
 from ._trace import DeviceOp
 
 _PASSES = FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
@@ -19,7 +19,7 @@ class Work(NamedTuple):
 
     compute: str = ""  # "forward", "backward" or "other"; "" if it computes nothing itself
     communication: str = ""  # what is exchanged; "" if nothing is
-    ends: str = ""  # the instruction that began what this one waits for
+    started_by: str = ""  # the instruction that began what this one waits for
 
 
 # Scopes of the library around its exchanges, and the names of these in reports.
@@ -70,12 +70,12 @@ class StepProgram:
     def _work(self, op: Instruction, seen: Collection[str]) -> Work:
         if op.opcode in ("while", "conditional"):
             return Work()  # lasts as long as the operations that it runs, which have events
-        homes = (self._module.computations[name] for name in op.called)
+        homes = (self._module.computations[name] for name in op.callees)
         inner = {name: line for home in homes for name, line in home.lines.items()}
         if op.opcode == "call" and any(name in seen for name in inner):
             return Work()
-        counts = Counter(filter(None, map(scope_of, inner.values())))
-        scope = scope_of(op.attributes) or "".join(name for name, _ in counts.most_common(1))
+        counts = Counter(filter(None, map(parse_scope, inner.values())))
+        scope = parse_scope(op.attributes) or "".join(name for name, _ in counts.most_common(1))
         carried = [line for line in inner.values() if _COLLECTIVE.search(line)]
         # Of what goes on, the instruction that began it says what it is.
         ends = op.opcode.endswith("-done") or op.name.startswith("async-collective-done")
@@ -84,27 +84,27 @@ class StepProgram:
         is_collective = _SUFFIX.sub("", op.opcode) in COLLECTIVES
         to_host = ", is_host_transfer=true" in op.attributes
         if not (exchange or carried or (is_collective and not to_host)):
-            return Work(compute=_pass_of(scope))
+            return Work(compute=_pass_name(scope))
         # TPU spreads a collective over fusions that compute; others only wrap one.
         computes = op.opcode == "fusion" and any(map(_PRODUCT.search, inner.values()))
         return Work(
-            compute=_pass_of(scope) if computes else "",
-            communication=exchange or self._exchange(op, [*map(scope_of, carried), scope]),
-            ends=op.operands[0] if ends else "",
+            compute=_pass_name(scope) if computes else "",
+            communication=exchange or self._exchange(op, [*map(parse_scope, carried), scope]),
+            started_by=op.operands[0] if ends else "",
         )
 
     def _exchange(self, op: Instruction, candidates: list[str]) -> str:
         scope = next(filter(None, candidates), "")
-        phase, home = phase_of(scope), self._home[op.name]
+        phase, home = parse_phase(scope), self._home[op.name]
         if not scope and home.name != self._module.entry:
             # Compilers insert collectives without a scope; in a branch of one phase they are its.
             phase = home.only_phase()
         if phase is not None:
             return scopes.MODEL_STATE if phase == scopes.EVERY_PHASE else phase
-        return next((name for part, name in _SCOPES.items() if part in scope), _pass_of(scope))
+        return next((name for part, name in _SCOPES.items() if part in scope), _pass_name(scope))
 
 
-def _pass_of(scope: str) -> str:
+def _pass_name(scope: str) -> str:
     """Forward or backward pass: jax names the transformations that made an operation."""
     if "transpose(" in scope:
         return BACKWARD
@@ -194,9 +194,9 @@ def _device_times(ops: list[DeviceOp], program: StepProgram) -> StepTimes:
         if work.communication:
             # From the start of an asynchronous exchange to the end of the wait for it; where only
             # one of the two has an event, that one lasts as long as the exchange.
-            start = begun.pop(work.ends, op.start)
+            start = begun.pop(work.started_by, op.start)
             exchange[work.communication].append((start, op.end))
-            if not work.ends:
+            if not work.started_by:
                 begun[op.name] = op.start
     all_compute, all_exchange = ([*chain(*spans.values())] for spans in (compute, exchange))
     return StepTimes(

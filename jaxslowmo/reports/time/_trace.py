@@ -30,11 +30,11 @@ class DeviceOp(NamedTuple):
     is_ours: bool = True  # known to belong to the step's program, whether or not it has that name
 
 
-class CannotTrace(RuntimeError):
+class TraceError(RuntimeError):
     """The error that a trace cannot start now; its text says why."""
 
 
-def traced_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceOp], float]:
+def profile_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceOp], float]:
     """Call a step under the profiler and wait for it.
 
     Args:
@@ -45,10 +45,10 @@ def traced_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceO
       The results, the operations that this process's devices ran for it, and its seconds.
 
     Raises:
-      CannotTrace: another trace is running, or libtpu is loaded without a TPU; nothing was called.
+      TraceError: another trace is running, or libtpu is loaded without a TPU; nothing was called.
     """
     if has_libtpu_without_tpu():  # a trace would be a segmentation fault
-        raise CannotTrace("the jax profiler would crash: libtpu is loaded, and there is no TPU")
+        raise TraceError("the jax profiler would crash: libtpu is loaded, and there is no TPU")
     options = ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 1  # holds the operations of CPU devices
@@ -57,7 +57,7 @@ def traced_call(call: Callable[[], Any], module: str) -> tuple[Any, list[DeviceO
         try:
             jax.profiler.start_trace(folder, profiler_options=options)
         except RuntimeError as error:
-            raise CannotTrace("another trace of the jax profiler is running") from error
+            raise TraceError("another trace of the jax profiler is running") from error
         try:
             began = time.perf_counter()
             results = jax.block_until_ready(call())

@@ -1,6 +1,6 @@
 """Batches loaded and put on the devices ahead of the steps that use them."""
 
-from ._scan_pipeline import BatchesOfCalls as BatchesOfCalls
+from ._scan_pipeline import ScanBatches as ScanBatches
 from ._scan_pipeline import ScanPipeline as ScanPipeline
 from ._train_pipeline import InputPipelineReport as InputPipelineReport
 from ._train_pipeline import InputStageTimes as InputStageTimes

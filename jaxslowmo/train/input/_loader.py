@@ -74,7 +74,7 @@ class Batch(NamedTuple):
 
 
 class SharedIterator:
-    """An iterator whose batches are taken one at a time, by whichever thread; see `shared`."""
+    """An iterator whose batches are taken one at a time, by any thread; see `shared_iterator`."""
 
     def __init__(self, iterator: Iterator[PyTree]) -> None:
         self.iterator = iterator
@@ -96,7 +96,7 @@ class SharedIterator:
             self._last = self._position()
             if waits:
                 # New containers, too: an iterator may put new arrays into the same dict each time.
-                batch = jax.tree.map(copied, batch)
+                batch = jax.tree.map(copy_leaf, batch)
             batch, weight = batch if isinstance(batch, WeightedBatch) else (batch, None)
             return Batch(batch, weight, self._last)
 
@@ -119,7 +119,7 @@ class SharedIterator:
         return copy.deepcopy(position) if isinstance(position, dict | list) else position
 
 
-def copied(leaf: Any) -> Any:
+def copy_leaf(leaf: Any) -> Any:
     """Return a copy of a leaf whose memory others may write: NumPy arrays, torch tensors, buffers.
 
     Objects in arrays of objects are not copied.
@@ -137,7 +137,7 @@ def copied(leaf: Any) -> Any:
 _SHARED: "weakref.WeakValueDictionary[int, SharedIterator]" = weakref.WeakValueDictionary()
 
 
-def shared(iterator: Iterator[PyTree]) -> SharedIterator:
+def shared_iterator(iterator: Iterator[PyTree]) -> SharedIterator:
     """Return the one `SharedIterator` of an iterator; two threads must not enter a generator."""
     # It holds the iterator, so that its id is not used again.
     return _SHARED.setdefault(id(iterator), SharedIterator(iterator))
@@ -154,7 +154,7 @@ class Loader:
       timeout: seconds that `take` waits for the thread; None: no limit.
 
     Attributes:
-      source: the iterator of the next batches; None before the first `give`.
+      source: the iterator of the next batches; None before the first `set_source`.
       num_left: number of batches to load at most; at first there is no limit.
       clock: timer of the calls of the iterators.
     """
@@ -170,9 +170,9 @@ class Loader:
         self._is_loading = self._is_closed = False  # loading: the end of `source` was not reached
         self._thread: threading.Thread | None = None
 
-    def give(self, iterator: Iterator[PyTree]) -> SharedIterator:
+    def set_source(self, iterator: Iterator[PyTree]) -> SharedIterator:
         """Take the next batches from this iterator, and return its `SharedIterator`."""
-        self.source = shared(iterator)
+        self.source = shared_iterator(iterator)
         return self.source
 
     def open(self) -> None:
@@ -190,7 +190,7 @@ class Loader:
             _RUNNING.add(self)
             self._thread.start()
 
-    def allow(self, count: int) -> None:
+    def prefetch(self, count: int) -> None:
         """Let the thread load until `count` batches are loaded and not taken yet."""
         if not self._is_ahead:
             return
@@ -208,7 +208,7 @@ class Loader:
           TimeoutError: the batch was not loaded in time; it can still be taken later.
         """
         if not self._is_ahead:
-            item = self._loaded() if wait and self._is_loading else None
+            item = self._next_item() if wait and self._is_loading else None
             self._is_loading &= item is not None
             return item
         with self._changed:
@@ -240,9 +240,9 @@ class Loader:
                 self._changed.wait_for(lambda: self._is_closed or len(self._items) < self._room)
             goes_on = not self._is_closed and self._load()
 
-    def _loaded(self) -> Batch | BaseException | None:
+    def _next_item(self) -> Batch | BaseException | None:
         """Return a batch, or what is raised in its place; None at the end of `source`."""
-        assert self.source is not None, "`give` comes before `open`"
+        assert self.source is not None, "`set_source` comes before `open`"
         if self.num_left <= 0:
             return None
         try:
@@ -255,7 +255,7 @@ class Loader:
 
     def _load(self) -> bool:
         """Load a batch in the thread; return False at the end of `source`."""
-        source, item = self.source, self._loaded()
+        source, item = self.source, self._next_item()
         with self._changed:
             if item is not None and not self._is_closed:
                 self._items.append(item)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..._support.types import PyTree
 from .._batches import as_arrays
-from ._loader import Batch, SharedIterator, copied, shared
+from ._loader import Batch, SharedIterator, copy_leaf, shared_iterator
 from ._train_pipeline import StepResult, TrainPipeline
 
 
@@ -28,7 +28,7 @@ class _Batch(NamedTuple):
     position: Any
 
 
-class BatchesOfCalls(SharedIterator):
+class ScanBatches(SharedIterator):
     """The batches of one call after the other, of equal structure and shapes.
 
     A call gets fewer batches than it wants at their end, before an exception of the iterator, which
@@ -42,7 +42,7 @@ class BatchesOfCalls(SharedIterator):
 
     def __init__(self, iterator: Iterator[PyTree], length: Callable[[int], int], done: int) -> None:
         super().__init__(iterator)
-        self._batches, self._length, self._done = shared(iterator), length, done
+        self._batches, self._length, self._done = shared_iterator(iterator), length, done
         self._last = self._batches.position()
         # What was taken for one call and belongs to the next: at most one item.
         self._pending: deque[_Batch | Exception | None] = deque()
@@ -55,7 +55,7 @@ class BatchesOfCalls(SharedIterator):
         with self._lock:
             length = self._length(self._done)
             while len(call) < length:
-                item = self._following()
+                item = self._next_item()
                 if isinstance(item, _Batch) and types in (None, item.types):
                     call.append(item.leaves)
                     types, self._last = item.types, item.position
@@ -72,7 +72,7 @@ class BatchesOfCalls(SharedIterator):
         """Return the iterator's position after the last call that was taken."""
         return self._last
 
-    def _following(self) -> "_Batch | Exception | None":
+    def _next_item(self) -> "_Batch | Exception | None":
         if self._pending:
             return self._pending.popleft()
         try:
@@ -88,7 +88,7 @@ class BatchesOfCalls(SharedIterator):
             leaves, structure = jax.tree.flatten(item.batch)
             if not all(isinstance(x, jax.Array) for x in leaves):
                 # The iterator may fill the arrays again before the call has all its batches.
-                leaves = as_arrays([copied(x) for x in leaves])
+                leaves = as_arrays([copy_leaf(x) for x in leaves])
             types = [x.aval if isinstance(x, jax.Array) else (x.shape, x.dtype) for x in leaves]
             return _Batch(leaves, (structure, types), item.position)
         except Exception as error:  # raised by the call that begins with it
@@ -105,20 +105,20 @@ class ScanPipeline(TrainPipeline):
       depth: number of calls whose batches are loaded beyond the one in use.
     """
 
-    def __init__(self, step: Any, state: PyTree, batches: BatchesOfCalls, *, depth: int) -> None:
+    def __init__(self, step: Any, state: PyTree, batches: ScanBatches, *, depth: int) -> None:
         super().__init__(step, state, depth=depth, stages=())
         self._place = None  # `scan` places the batches
         self._loader.source = batches
         self.position = batches.position()
 
-    def _prepared(self, batch: PyTree, weight: Any, position: Any) -> Batch:
+    def _prepare_batch(self, batch: PyTree, weight: Any, position: Any) -> Batch:
         # In the thread that trains: a program that stacks arrays of several devices must not come
         # between the steps in another order on each process.
         structure, rows = batch
-        stacked = [_stacked(column) for column in zip(*rows, strict=True)]
+        stacked = [_stack_leaves(column) for column in zip(*rows, strict=True)]
         return Batch((len(rows), structure.unflatten(stacked)), weight, position)
 
-    def _use(self, batch: Batch) -> StepResult:
+    def _run_step(self, batch: Batch) -> StepResult:
         count, batches = batch.batch
         phase = self._step.next_phase(self.state, count - 1)
         self.state, metrics = self._step.scan(self.state, batches)
@@ -131,11 +131,11 @@ class ScanPipeline(TrainPipeline):
         )
 
 
-def _stacked(leaves: tuple[Any, ...]) -> Any:
+def _stack_leaves(leaves: tuple[Any, ...]) -> Any:
     """Return the leaves along a new first dimension: of the host, unless they are on devices."""
-    return _stacked_on_devices(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
+    return _stack_on_devices(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
 
 
 @jax.jit
-def _stacked_on_devices(leaves: tuple[jax.Array, ...]) -> jax.Array:
+def _stack_on_devices(leaves: tuple[jax.Array, ...]) -> jax.Array:
     return jnp.stack(leaves)

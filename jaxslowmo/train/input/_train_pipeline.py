@@ -13,8 +13,8 @@ import numpy as np
 
 from ..._support.checks import as_number, check_choice, checked_int, checks_flags
 from ..._support.types import Phase, PyTree
-from .._batches import count_here
-from .._train_state import TrainState, updates_of
+from .._batches import local_sum
+from .._train_state import TrainState, update_count
 from ..step import AheadMode, BoundedStep
 from ._loader import Batch, Clock, Loader
 
@@ -222,16 +222,16 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         # An update of several batches: those that were collected, and the position after them.
         self._window: Any = None
         self._num_collected, self._window_position = 0, None
-        self._num_updates = updates_of(state) if self.trains else 0
+        self._num_updates = update_count(state) if self.trains else 0
         self.partial_update: StepResult | None = None
         # Batches that are ready, oldest first; what was raised in place of one ends the queue.
-        self._held: deque[Batch | BaseException] = deque()
+        self._queue: deque[Batch | BaseException] = deque()
         self._loader = Loader(is_ahead=self._depth > 0, timeout=timeout)
         weakref.finalize(self, self._loader.close, wait=False)
         self._is_open = self._is_closed = False  # open: the end of the iterator was not reported
         self.position: Any = None
         if batches is not None:
-            self.position = self._loader.give(iter(batches)).position()
+            self.position = self._loader.set_source(iter(batches)).position()
         self._place_clock, self._step_clock = Clock("place"), Clock("step")
         self._wait_clock = Clock("wait")
         self._start: float | None = None
@@ -270,7 +270,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
             raise ValueError("`progress` of a js.TrainPipeline that was closed: make another one.")
         if iterator is not None:
             before = self._loader.source
-            self._is_open &= self._loader.give(iterator) is before
+            self._is_open &= self._loader.set_source(iterator) is before
         if self._loader.source is None:
             raise ValueError("progress: `iterator` must be given where there were no `batches`.")
         start = time.perf_counter()
@@ -284,7 +284,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
                 if self._drain and self._num_collected:
                     self._end_window()
                 raise StopIteration
-            result = self._step_clock(self._use, batch)
+            result = self._step_clock(self._run_step, batch)
             self._prepare()
             return result
         finally:
@@ -314,7 +314,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
 
     # Batches: loaded, held, taken.
 
-    def _take_at_most(self, num_batches: int) -> None:
+    def _limit_batches(self, num_batches: int) -> None:
         """Take no more than so many batches from the iterator."""
         self._loader.num_left = num_batches
 
@@ -329,15 +329,15 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
             self._loader.open()
             self._is_open = True
         limit = self._depth + 1
-        if not self._hold(1 if self._drain else limit, limit, wait=True):
+        if not self._fill_queue(1 if self._drain else limit, limit, wait=True):
             self._is_open = False
             return None
         if self._ahead is not None:
             # The first batch stays held, so that Ctrl-C loses neither. Without the second one no
             # rows are requested; other processes run a program that needs it.
             with contextlib.suppress(*([] if jax.process_count() > 1 else [TimeoutError])):
-                self._hold(2, limit, wait=True)
-        first = self._held.popleft()
+                self._fill_queue(2, limit, wait=True)
+        first = self._queue.popleft()
         if isinstance(first, BaseException):
             raise first
         return first
@@ -349,29 +349,29 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         # Several processes must prepare the same batches between the same two steps.
         waits = jax.process_count() > 1
         with contextlib.suppress(TimeoutError):  # raised again when the batch is needed
-            self._hold(1 if waits else self._depth, self._depth, wait=waits)
-        self._loader.allow(self._depth - len(self._held))
+            self._fill_queue(1 if waits else self._depth, self._depth, wait=waits)
+        self._loader.prefetch(self._depth - len(self._queue))
 
-    def _hold(self, count: int, limit: int, *, wait: bool) -> bool:
+    def _fill_queue(self, count: int, limit: int, *, wait: bool) -> bool:
         """Prepare batches until `count` are held or one failed; return False if there are fewer.
 
         Meanwhile the loader loads until `limit` are loaded or held.
         """
-        while len(self._held) < count:
-            if self._held and isinstance(self._held[-1], BaseException):
+        while len(self._queue) < count:
+            if self._queue and isinstance(self._queue[-1], BaseException):
                 break
-            self._loader.allow(limit - len(self._held))
+            self._loader.prefetch(limit - len(self._queue))
             take = self._loader.take
             item = self._wait_clock(take, wait=True) if wait else take(wait=False)
             if item is None:
                 return False
             try:
-                self._held.append(self._prepared(*item) if isinstance(item, Batch) else item)
+                self._queue.append(self._prepare_batch(*item) if isinstance(item, Batch) else item)
             except Exception as error:  # raised later, in the turn of this batch
-                self._held.append(error)
+                self._queue.append(error)
         return True
 
-    def _prepared(self, batch: PyTree, weight: Any, position: Any) -> Batch:
+    def _prepare_batch(self, batch: PyTree, weight: Any, position: Any) -> Batch:
         """Place a batch and run the stages on it, without waiting for the devices."""
         if self._place:
             # Stages may make the ids of tables, so ids are checked after the last stage.
@@ -388,7 +388,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
 
     # Steps.
 
-    def _use(self, batch: Batch) -> Any:
+    def _run_step(self, batch: Batch) -> Any:
         """Run the step on a batch: evaluate it, collect its gradients or update the state."""
         if not self.trains:
             result = self._call(batch)
@@ -446,7 +446,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         requested, requested_for = self._requested
         if requested_for is not batch.batch:
             requested = self._ahead.prime(self.state, batch.batch)
-        following = self._held[0] if self._held else None
+        following = self._queue[0] if self._queue else None
         following = following.batch if isinstance(following, Batch) else None
         new, metrics, requested = self._ahead(
             self.state, batch.batch, requested, following, batch.weight, **options
@@ -477,7 +477,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         """Add up the counts of all but the last `num_kept` steps, and wait for those."""
         while len(self._counts) > num_kept:
             for name, count in self._counts.popleft().items():
-                self._rows[name.rpartition("/")[2]] += count_here(count)
+                self._rows[name.rpartition("/")[2]] += local_sum(count)
 
     def report(self) -> InputPipelineReport:
         """Return the times of the stages so far.
@@ -499,7 +499,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
                 for x in clocks
             ),
             batches=self._step_clock.count,
-            held=len(self._held),
+            held=len(self._queue),
             seconds=seconds,
             waiting_seconds=self._wait_clock.seconds,
             caller_seconds=seconds - self._inside,
@@ -510,7 +510,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         """End the thread and drop the batches that are held; state and position stay."""
         self._is_closed = True
         self._loader.close()
-        self._held.clear()
+        self._queue.clear()
 
     def __exit__(
         self,
@@ -533,11 +533,11 @@ def _method(step: Any, name: str) -> Any:
 def put_arrays(batch: PyTree) -> PyTree:
     """Return the batch with numeric arrays on the default device; other leaves stay."""
 
-    def put(x: Any) -> Any:
+    def put_leaf(x: Any) -> Any:
         is_array = isinstance(x, np.ndarray) and x.dtype.kind in "biufc"
         return jax.device_put(x) if is_array or isinstance(x, jax.Array) else x
 
-    return jax.tree.map(put, batch)
+    return jax.tree.map(put_leaf, batch)
 
 
 def _names(stages: Sequence[Stage]) -> list[str]:

@@ -5,7 +5,7 @@ from ._ahead import AheadStep as AheadStep
 from ._compiler_options import recommended_compiler_options as recommended_compiler_options
 from ._gradients import GradientWindow as GradientWindow
 from ._gradients import mean_metrics as mean_metrics
-from ._gradients import weight_of as weight_of
+from ._gradients import metric_weight as metric_weight
 from ._gradients import weighted_metrics as weighted_metrics
 from ._in_flight import BoundedStep as BoundedStep
 from ._in_flight import bounded as bounded

@@ -32,7 +32,7 @@ class PendingLookup(NamedTuple):
     batch: PyTree
     tables: tuple[weakref.ref[Any], ...]
 
-    def is_of(self, params: WithTables) -> bool:
+    def is_current(self, params: WithTables) -> bool:
         """Return whether the rows were read from these very tables; True without rows."""
         if self.carry.vectors is None:
             return True
@@ -65,7 +65,7 @@ class AheadStep:
     def __init__(
         self, runner: Runner, mode: AheadMode, num_exact: int = 0, room: float = 0.25
     ) -> None:
-        self._embeddings = _checked(runner, mode, num_exact, room)
+        self._embeddings = _check_arguments(runner, mode, num_exact, room)
         self._runner, self.mode, self._num_exact = runner, mode, int(num_exact)
         self._vectors = Ahead(mode != "exact", mode == "patched", room)
         self._count = 0
@@ -76,9 +76,9 @@ class AheadStep:
         Communication: that of `Embeddings.exchange_ids`, and of `Embeddings.lookup` if the rows of
           this batch are looked up ahead.
         """
-        state = self._runner.take(state)
+        state = self._runner.accept_state(state)
         inputs = StepInputs(*self._runner.place(batch))
-        carry = self._request(self.asks_for(inputs.batch), state, inputs)
+        carry = self._request(self._lookup_scope(inputs.batch), state, inputs)
         self._count += 1
         return self._as_pending(carry, inputs.batch, state)
 
@@ -120,16 +120,16 @@ class AheadStep:
           two all-to-alls of the row numbers and rows that are sent again.
         """
         runner = self._runner
-        state = runner.take(state)
-        runner.refuse_window(window, state, weight)
+        state = runner.accept_state(state)
+        runner.check_window(window, state, weight)
         batch, weight = runner.place(batch, weight)
-        _refuse_other_ids(self._embeddings, asked.batch, batch)
+        _check_same_ids(self._embeddings, asked.batch, batch)
         if next_batch is not None:
             next_batch, _ = runner.place(next_batch)
-        ahead = self.asks_for(next_batch)
+        ahead = self._lookup_scope(next_batch)
         self._count += next_batch is not None
         carry = asked.carry
-        if not asked.is_of(state.params):
+        if not asked.is_current(state.params):
             carry = self._request(Ahead(vectors=True), state, StepInputs(carry=carry))
         inputs = StepInputs(batch, weight, window, carry, next_batch)
         if collect:
@@ -149,15 +149,15 @@ class AheadStep:
     ) -> jax.stages.Compiled:
         """Return the compiled program of such an update, compiling it if needed; nothing runs."""
         inputs = StepInputs(batch, weight, window, asked.carry, next_batch)
-        return self._runner.lower(state, inputs, self.asks_for(next_batch)).compile()
+        return self._runner.lower(state, inputs, self._lookup_scope(next_batch)).compile()
 
-    def asks_for(self, next_batch: PyTree | None) -> Ahead:
+    def _lookup_scope(self, next_batch: PyTree | None) -> Ahead:
         """Return how much of the lookup of `next_batch` the next call does."""
         is_exact = next_batch is None or self._count < self._num_exact
         return Ahead() if is_exact else self._vectors
 
     def _request(self, ahead: Ahead, state: TrainState, inputs: StepInputs) -> Carry:
-        task = Task.of("asked", "carry", ahead=ahead)
+        task = Task.create("start_lookup", "carry", ahead=ahead)
         return self._runner.run(task, without_optimizer(state), inputs)
 
     def _as_pending(self, carry: Carry | None, batch: PyTree, state: TrainState) -> Any:
@@ -167,15 +167,15 @@ class AheadStep:
         return PendingLookup(carry, batch, tuple(map(weakref.ref, tables)))
 
 
-def _refuse_other_ids(embeddings: Embeddings, asked_for: PyTree, batch: PyTree) -> None:
+def _check_same_ids(embeddings: Embeddings, looked_up: PyTree, batch: PyTree) -> None:
     """Raise `ValueError` unless both batches look up the same rows; tracers are not compared.
 
     Communication: none; device to host if they are not the same arrays.
     """
-    before, now = jax.tree.leaves(asked_for), jax.tree.leaves(batch)
+    before, now = jax.tree.leaves(looked_up), jax.tree.leaves(batch)
     if len(before) == len(now) and all(a is b for a, b in zip(before, now, strict=True)):
         return
-    before, now = embeddings.bags_of(asked_for), embeddings.bags_of(batch)
+    before, now = embeddings.bags_of(looked_up), embeddings.bags_of(batch)
     for feature in {**before, **now}:
         both = before.get(feature), now.get(feature)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(both)):
@@ -205,7 +205,7 @@ def _content(tree: PyTree) -> list[Any]:
     return [parts(x) for x in jax.tree.leaves(tree)]
 
 
-def _checked(runner: Runner, mode: Any, num_exact: Any, room: Any) -> Embeddings:
+def _check_arguments(runner: Runner, mode: Any, num_exact: Any, room: Any) -> Embeddings:
     """Return the tables of the step; raise `ValueError` for invalid arguments of `AheadStep`."""
     check_choice("mode", mode, AheadMode)
     if runner.embeddings is None:

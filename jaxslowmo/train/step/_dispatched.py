@@ -50,7 +50,7 @@ class DispatchedGradients(BatchGradients):
     policy: Policy | None = None
 
     @classmethod
-    def of(
+    def from_loss(
         cls,
         dispatch: Callable[..., Any],
         loss: FullLoss,
@@ -60,15 +60,15 @@ class DispatchedGradients(BatchGradients):
     ) -> Self:
         """Return the gradients of a loss function, with these other fields."""
 
-        def of_results(params: PyTree, batch: WithResults, **context: Any) -> Any:
-            def of_batch(params: PyTree, _: PyTree, **context: Any) -> Any:
+        def loss_of_results(params: PyTree, batch: WithResults, **context: Any) -> Any:
+            def loss_of_batch(params: PyTree, _: PyTree, **context: Any) -> Any:
                 return loss(params, batch.results, **context)
 
-            computed = of_batch if policy is None else computing_in(policy, of_batch)
+            computed = loss_of_batch if policy is None else computing_in(policy, loss_of_batch)
             return computed(params, batch.batch, **context)
 
         own: dict[str, Any] = {"dispatch": dispatch, "parts": parts, "policy": policy}
-        return cls(loss=of_results, accumulate=1, **own, **options)
+        return cls(loss=loss_of_results, accumulate=1, **own, **options)
 
     # On the host.
 
@@ -78,12 +78,12 @@ class DispatchedGradients(BatchGradients):
 
     def task(self, task: Task, inputs: StepInputs) -> Task:
         """Return the task of the program that says what the loss function receives for a task."""
-        collects = inputs.window is not None or task.method in ("opened", "collected")
+        collects = inputs.window is not None or task.method in ("open_window", "collect")
         parts = 1 if task is EVALUATE else self.parts
         static = {"collects": collects, "parts": parts, "differentiates": task is not EVALUATE}
-        return Task.of("arguments", "arguments", **static)
+        return Task.create("arguments", "arguments", **static)
 
-    def dispatched(
+    def dispatch_loss(
         self,
         task: Task,
         state: TrainState,
@@ -109,13 +109,13 @@ class DispatchedGradients(BatchGradients):
                 '`executor`="host" does, cannot be called inside of jax.jit, lax.scan and the '
                 'like: call it outside, or make the pipeline with `executor`="one_program".'
             )
-        params, batch, keys, seen = arguments
+        params, batch, keys, model_state = arguments
         static = dict(task.static)
         results = self.dispatch(
             state.params if params is None else params,
             inputs.batch if batch is None else batch,
             rng=keys,
-            model_state=seen,
+            model_state=model_state,
             replicas=axis_names(self.axis_name),
             inner_axes=self.inner_axes,
             parts=static["parts"],
@@ -143,18 +143,18 @@ class DispatchedGradients(BatchGradients):
 
         Communication: with `model_state="broadcast"` that of `from_first_replica`.
         """
-        key, seen = self.device_key(state), self.seen(state)[1]
+        key, model_state = self.device_key(state), self.model_states(state)[1]
         if collects:
             window = inputs.window
             key = jax.random.fold_in(key, 0 if window is None else window.count)
-            seen = seen if window is None else window.model_state
+            model_state = model_state if window is None else window.model_state
         keys = key[None]
         if parts > 1:
             split_batch(inputs.batch, parts, self.num_devices)  # for its error
             keys = jax.random.split(key, parts)
         if self.policy is None:
-            return None, None, keys, seen
-        return self.policy.cast(state.params), self.policy.cast(inputs.batch), keys, seen
+            return None, None, keys, model_state
+        return self.policy.cast(state.params), self.policy.cast(inputs.batch), keys, model_state
 
     def loss_at(self, params: PyTree, weight: Any = None, *, data: LossData) -> jax.Array:
         """Raise `ValueError`: the loss at other parameters is not computed inside of a program."""

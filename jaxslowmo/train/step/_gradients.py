@@ -130,7 +130,7 @@ class Gradients(NamedTuple):
     loss_weight: jax.Array | None = None
 
     @property
-    def share(self) -> jax.Array | None:
+    def device_weight(self) -> jax.Array | None:
         """This device's weight, (), in means of gradients and losses; None if all are equal."""
         if self.loss_weight is None or self.weight is None:
             return self.weight if self.loss_weight is None else self.loss_weight
@@ -142,8 +142,8 @@ class BatchGradients:
     """The loss function, and how a step differentiates it, for one device.
 
     `state` is a device's part of the state, and `state.rng` the data of its replica's key for this
-    update. An update of several batches sums their gradients in a window: `opened` makes it,
-    `collected` adds a batch, and `gathered` ends it.
+    update. An update of several batches sums their gradients in a window: `open_window` makes it,
+    `collect` adds a batch, and `compute_gradients` ends it.
 
     Attributes:
       loss: the loss function.
@@ -164,30 +164,32 @@ class BatchGradients:
     inner_axes: tuple[str, ...] = ()
     num_devices: int = 1
 
-    def gathered(self, state: TrainState, inputs: StepInputs) -> tuple[Gradients, Metrics]:
+    def compute_gradients(self, state: TrainState, inputs: StepInputs) -> tuple[Gradients, Metrics]:
         """Return the gradients of an update, and the metrics of its last batch.
 
         They are those of the batch, of the window, or of the window with the batch added. The
         metrics of a window alone are means over its batches.
 
-        Communication: over `inner_axes` that of `agree_inside`, and with a batch one all-reduce of
-          its metrics; with `model_state="broadcast"` that of `from_first_replica`.
+        Communication: over `inner_axes` that of `sync_inner_axes`, and with a batch one all-reduce
+          of its metrics; with `model_state="broadcast"` that of `from_first_replica`.
         """
         if inputs.window is None:
-            before, seen = self.seen(state)
-            data = LossData(inputs.batch, self.device_key(state), seen)
-            gradients = self._agreed(self._of_batch(state, data, inputs.weight), before)
+            before, loss_model_state = self.model_states(state)
+            data = LossData(inputs.batch, self.device_key(state), loss_model_state)
+            gradients = self._sync_model_state(
+                self._batch_gradients(state, data, inputs.weight), before
+            )
             return gradients, gradients.metrics
         window, metrics = inputs.window, None
         if inputs.batch is not None:
-            window, metrics = self.collected(state, inputs)
-        gradients = means_of(window)
+            window, metrics = self.collect(state, inputs)
+        gradients = window_means(window)
         grads = jax.tree.map(lambda g, p: cast(g, p.dtype), gradients.grads, state.params)
         # The model state of a replica that was idle in all batches is that with which they began.
-        gradients = self._agreed(gradients._replace(grads=grads), gradients.model_state)
+        gradients = self._sync_model_state(gradients._replace(grads=grads), gradients.model_state)
         return gradients, gradients.metrics if metrics is None else metrics
 
-    def opened(
+    def open_window(
         self, state: TrainState, inputs: StepInputs, *, num_batches: int = 0
     ) -> GradientWindow:
         """Return an empty window for an update whose first batch this is.
@@ -196,13 +198,13 @@ class BatchGradients:
 
         Communication: with `model_state="broadcast"` that of `from_first_replica`.
         """
-        _, seen = self.seen(state)
-        data = LossData(inputs.batch, self.device_key(state), seen)
+        _, loss_model_state = self.model_states(state)
+        data = LossData(inputs.batch, self.device_key(state), loss_model_state)
         # Only shapes and types are needed, so nothing is computed.
-        like = jax.eval_shape(self._of_batch, state, data, inputs.weight)
-        return empty_window(like._replace(model_state=seen), num_batches)
+        like = jax.eval_shape(self._batch_gradients, state, data, inputs.weight)
+        return empty_window(like._replace(model_state=loss_model_state), num_batches)
 
-    def collected(
+    def collect(
         self, state: TrainState, inputs: StepInputs, *, fits: bool = False
     ) -> tuple[GradientWindow, Metrics]:
         """Return the window with this batch added, and the batch's metrics.
@@ -212,23 +214,23 @@ class BatchGradients:
         Communication: over `inner_axes` that of the metrics of a batch; none over replicas.
         """
         window = inputs.window
-        assert window is not None, "`opened` makes the window of a first batch"
+        assert window is not None, "`open_window` makes the window of a first batch"
         key = jax.random.fold_in(self.device_key(state), window.count)
         data = LossData(inputs.batch, key, window.model_state)
-        gradients = self._of_batch(state, data, inputs.weight)
-        return added_to(window, gradients, fits=fits), gradients.metrics
+        gradients = self._batch_gradients(state, data, inputs.weight)
+        return add_to_window(window, gradients, fits=fits), gradients.metrics
 
-    def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
+    def evaluate(self, state: TrainState, inputs: StepInputs) -> Metrics:
         """Return the metrics of a replica's batch, of which each device evaluates its part.
 
         Communication: over `inner_axes` one all-reduce of the metrics; with
           `model_state="broadcast"` also that of `from_first_replica`.
         """
-        data = LossData(inputs.batch, self.device_key(state), self.seen(state)[1])
-        loss, (metrics, _) = self.at(state.params, data)
-        return self._of_replica(with_loss(metrics, *as_quotient(loss)), inputs.weight)
+        data = LossData(inputs.batch, self.device_key(state), self.model_states(state)[1])
+        loss, (metrics, _) = self.evaluate_loss(state.params, data)
+        return self._replica_metrics(with_loss(metrics, *as_quotient(loss)), inputs.weight)
 
-    def at(self, params: PyTree, data: LossData) -> Any:
+    def evaluate_loss(self, params: PyTree, data: LossData) -> Any:
         """Return `(loss, (metrics, model state))` of a batch at these parameters."""
         batch, key, model_state = data
         return self.loss(params, batch, rng=key, model_state=model_state)
@@ -243,11 +245,11 @@ class BatchGradients:
         del weight
         batch, key, model_state = data
         if self.accumulate == 1:
-            return as_value(as_quotient(self.at(params, data)[0])[0])
+            return as_value(as_quotient(self.evaluate_loss(params, data)[0])[0])
         parts = split_batch(batch, self.accumulate, self.num_devices)
 
         def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, WeightedSum]:
-            loss, (_, state) = self.at(params, LossData(*x, state))
+            loss, (_, state) = self.evaluate_loss(params, LossData(*x, state))
             return state, WeightedSum.from_value(*as_quotient(loss))
 
         keys = jax.random.split(key, self.accumulate)
@@ -269,7 +271,7 @@ class BatchGradients:
         """Return this device's PRNG key, made from that of the replica."""
         return place_key(jax.random.wrap_key_data(state.rng), self.inner_axes)
 
-    def seen(self, state: TrainState) -> tuple[PyTree, PyTree]:
+    def model_states(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Return the model state before an update, and that which the loss function sees.
 
         They differ in the PRNG keys: the loss function gets a different key on each inner device.
@@ -280,14 +282,14 @@ class BatchGradients:
                 before = from_first_replica(before, self.axis_name)
         return before, own_keys(before, self.inner_axes, inside=True)
 
-    def _of_batch(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
+    def _batch_gradients(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
         """Return the gradients of a batch; `weight` is the replica's."""
-        (metrics, model_state), grads, _ = self.differentiated(state, state.params, *data)
+        (metrics, model_state), grads, _ = self.differentiate(state, state.params, *data)
         loss_weight = metrics.get("loss_weight")
-        metrics = self._of_replica(metrics, weight)
+        metrics = self._replica_metrics(metrics, weight)
         return Gradients(grads, metrics, model_state, weight, data, {}, loss_weight=loss_weight)
 
-    def differentiated(
+    def differentiate(
         self, state: TrainState, params: PyTree, batch: PyTree, key: jax.Array, model_state: PyTree
     ) -> tuple[Any, PyTree, PyTree]:
         """Return the results of `value_and_gradients`, with the loss scale of `state`."""
@@ -301,14 +303,14 @@ class BatchGradients:
             divides=self.unscales,
         )
 
-    def _agreed(self, gradients: Gradients, before: PyTree) -> Gradients:
+    def _sync_model_state(self, gradients: Gradients, before: PyTree) -> Gradients:
         """Make model state equal on all devices of a replica; that of an idle one is `before`."""
         with jax.named_scope(f"{MODEL_STATE}/inner"):
-            model_state = agree_inside(gradients.model_state, self.inner_axes)
-        model_state = kept_if_idle(gradients.weight, model_state, before)
+            model_state = sync_inner_axes(gradients.model_state, self.inner_axes)
+        model_state = old_if_idle(gradients.weight, model_state, before)
         return gradients._replace(model_state=model_state)
 
-    def _of_replica(self, metrics: Metrics, weight: jax.Array | None) -> Metrics:
+    def _replica_metrics(self, metrics: Metrics, weight: jax.Array | None) -> Metrics:
         """Return the means of a device's metrics over its replica, whose weight is a metric, too.
 
         They are zeros on an idle replica. "loss_weight" is the sum over the devices.
@@ -356,7 +358,9 @@ def value_and_gradients(
     Communication: none, whatever the number of microbatches.
     """
 
-    def of(both: tuple[PyTree, PyTree], part: PyTree, key: jax.Array, state: PyTree):
+    def differentiable_loss(
+        both: tuple[PyTree, PyTree], part: PyTree, key: jax.Array, state: PyTree
+    ):
         params, embedded = both
         if embedded is not None:
             part = part._replace(embedded=embedded)
@@ -365,13 +369,13 @@ def value_and_gradients(
         return value, (weight, aux)
 
     if scale is None:
-        differentiate = jax.value_and_grad(of, has_aux=True)
+        grad_fn = jax.value_and_grad(differentiable_loss, has_aux=True)
     else:
-        differentiate = scaled_value_and_grad(of, scale, divides=divides)
+        grad_fn = scaled_value_and_grad(differentiable_loss, scale, divides=divides)
 
     def one(state: PyTree, part: PyTree, key: jax.Array):
         both = params, part.embedded if isinstance(part, WithVectors) else None
-        (value, aux), (grads, embedded_grads) = differentiate(both, part, key, state)
+        (value, aux), (grads, embedded_grads) = grad_fn(both, part, key, state)
         weight, (metrics, state) = aux
         return (with_loss(metrics, value, weight), state), grads, embedded_grads
 
@@ -394,13 +398,13 @@ def value_and_gradients(
     metrics = mean_metrics(sums[1])
     metrics = {**metrics, "loss": cast(metrics["loss"], like["loss"].dtype)}
 
-    def joined(g: jax.Array, embedded: jax.Array) -> jax.Array:
+    def per_example(g: jax.Array, embedded: jax.Array) -> jax.Array:
         # An example has a gradient in its own microbatch only. One that all share has one in each.
         g = g / accumulate
         return g.sum(0) if is_shared(embedded) else g.reshape(embedded.shape)
 
     if isinstance(batch, WithVectors):
-        embedded_grads = jax.tree.map(joined, embedded_grads, batch.embedded)
+        embedded_grads = jax.tree.map(per_example, embedded_grads, batch.embedded)
     return (metrics, model_state), grads, embedded_grads
 
 
@@ -431,9 +435,9 @@ def split_batch(batch: PyTree, parts: int, num_devices: int = 1) -> PyTree:
 # Sums over microbatches, and over the batches of a window.
 
 
-def _terms(grads: PyTree, metrics: Metrics, share: jax.Array | None) -> tuple[WeightedSum, Metrics]:
-    """Return what a batch, or a part of one, adds to sums; `share` is its gradients' weight."""
-    return WeightedSum.from_value(grads, share), weighted_metrics(metrics)
+def _terms(grads: PyTree, metrics: Metrics, weight: jax.Array | None) -> tuple[WeightedSum, Metrics]:
+    """Return what a batch, or a part of one, adds to sums; `weight` is that of its gradients."""
+    return WeightedSum.from_value(grads, weight), weighted_metrics(metrics)
 
 
 def _zero_sums(*like: PyTree) -> tuple[WeightedSum, Metrics]:
@@ -448,8 +452,8 @@ def empty_window(like: Gradients, num_batches: int) -> GradientWindow:
     other fields are used.
     """
     count = jnp.zeros([], jnp.int32)
-    share = like.weight if like.loss_weight is None else like.loss_weight
-    grads, metrics = _zero_sums(like.grads, like.metrics, share)
+    weight = like.weight if like.loss_weight is None else like.loss_weight
+    grads, metrics = _zero_sums(like.grads, like.metrics, weight)
     return GradientWindow(
         grads,
         metrics,
@@ -461,18 +465,18 @@ def empty_window(like: Gradients, num_batches: int) -> GradientWindow:
     )
 
 
-def added_to(window: GradientWindow, gradients: Gradients, *, fits: bool) -> GradientWindow:
+def add_to_window(window: GradientWindow, gradients: Gradients, *, fits: bool) -> GradientWindow:
     """Return the window with one more batch; `fits` says whether there is room for its rows.
 
     Communication: none.
     """
     weight, place = gradients.weight, window.num_placed if fits else None
-    terms = _terms(gradients.grads, gradients.metrics, gradients.share)
+    terms = _terms(gradients.grads, gradients.metrics, gradients.device_weight)
     grads, metrics = jax.tree.map(add, (window.grads, window.metrics), terms)
     return GradientWindow(
         grads,
         metrics,
-        kept_if_idle(weight, gradients.model_state, window.model_state),
+        old_if_idle(weight, gradients.model_state, window.model_state),
         window.count + 1,
         added_rows(window.rows, gradients.rows, weight, place),
         jax.tree.map(jnp.add, window.refused, gradients.refused),
@@ -480,7 +484,7 @@ def added_to(window: GradientWindow, gradients: Gradients, *, fits: bool) -> Gra
     )
 
 
-def means_of(window: GradientWindow) -> Gradients:
+def window_means(window: GradientWindow) -> Gradients:
     """Return the means of gradients and metrics over a window's batches, in at least float32.
 
     They are zeros on a replica that was idle.
@@ -510,10 +514,12 @@ def with_loss(
       ValueError: a metric called "loss", "weight" or "loss_weight".
     """
     more = {"loss": loss} if weight is None else {"loss": loss, "loss_weight": weight}
-    return joined(jax.tree.map(_as_metric, dict(metrics)), more, _WEIGHTS)
+    return merge_metrics(jax.tree.map(_as_metric, dict(metrics)), more, _WEIGHTS)
 
 
-def joined(metrics: Metrics, more: Mapping[str, Any], taken: tuple[str, ...] = ()) -> Metrics:
+def merge_metrics(
+    metrics: Metrics, more: Mapping[str, Any], taken: tuple[str, ...] = ()
+) -> Metrics:
     """Return the metrics of a loss function with those of the step.
 
     Raises:
@@ -527,7 +533,7 @@ def joined(metrics: Metrics, more: Mapping[str, Any], taken: tuple[str, ...] = (
     return {**metrics, **more}
 
 
-def weight_of(name: str, metrics: Mapping[str, Any]) -> Any:
+def metric_weight(name: str, metrics: Mapping[str, Any]) -> Any:
     """Return the weight of a metric in means over batches or replicas; None if all are equal.
 
     It is "loss_weight" for the loss of pairs `(sum, weight)`, and else "weight". These two have
@@ -542,7 +548,7 @@ def weight_of(name: str, metrics: Mapping[str, Any]) -> Any:
 def weighted_metrics(metrics: Mapping[str, Any]) -> Metrics:
     """Return what the metrics of a batch add to sums over batches."""
     return {
-        name: x if name in _WEIGHTS else WeightedSum.from_value(x, weight_of(name, metrics))
+        name: x if name in _WEIGHTS else WeightedSum.from_value(x, metric_weight(name, metrics))
         for name, x in metrics.items()
     }
 
@@ -554,7 +560,7 @@ def mean_metrics(sums: Metrics) -> Metrics:
 
 def _as_metric(x: Any) -> jax.Array:
     x = jnp.asarray(x)
-    if x.dtype == jnp.bool_ or _floating(x):
+    if x.dtype == jnp.bool_ or _is_floating(x):
         return x.astype(at_least_float32(x.dtype))
     return x
 
@@ -569,7 +575,7 @@ def _as_floats(x: jax.Array) -> tuple[jax.Array, ...]:
 # Model state.
 
 
-def _floating(x: jax.Array) -> bool:
+def _is_floating(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
@@ -588,7 +594,7 @@ def from_first_replica(tree: PyTree, axis_name: AxisName) -> PyTree:
     return jax.tree.map(first, tree)
 
 
-def statistics_before_if(skipped: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+def restore_statistics_if(skipped: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Return `new`, but with the statistics of `old` where `skipped`, () bool.
 
     The batch of a skipped update may have made a running average infinite. It would stay infinite,
@@ -598,20 +604,20 @@ def statistics_before_if(skipped: jax.Array, new: PyTree, old: PyTree) -> PyTree
     """
 
     def one(n: jax.Array, o: jax.Array) -> jax.Array:
-        return jnp.where(skipped, o, n) if _floating(n) else n
+        return jnp.where(skipped, o, n) if _is_floating(n) else n
 
     return jax.tree.map(one, new, old)
 
 
 def statistics(model_state: PyTree) -> list[jax.Array]:
     """Return the floating leaves of model state, which are averaged with the parameters."""
-    return [x for x in jax.tree.leaves(model_state) if _floating(x)]
+    return [x for x in jax.tree.leaves(model_state) if _is_floating(x)]
 
 
 def with_statistics(model_state: PyTree, leaves: Iterable[jax.Array]) -> PyTree:
     """Return the model state with `leaves` as its `statistics`, in the order of that list."""
     new = iter(leaves)
-    return jax.tree.map(lambda x: next(new) if _floating(x) else x, model_state)
+    return jax.tree.map(lambda x: next(new) if _is_floating(x) else x, model_state)
 
 
 def mean_over(tree: PyTree, axis_name: AxisName, weight: jax.Array | None = None) -> PyTree:
@@ -626,7 +632,7 @@ def mean_over(tree: PyTree, axis_name: AxisName, weight: jax.Array | None = None
     return with_statistics(tree, ReplicaGroup(axis_name).mean(leaves, weight))
 
 
-def agree_inside(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
+def sync_inner_axes(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
     """Return a model state that is equal on all devices of a replica.
 
     Statistics are averaged over the devices; other leaves are those of the first device.
@@ -636,10 +642,10 @@ def agree_inside(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
     if not inner_axes:
         return tree
     first = partial(from_first, axis_name=inner_axes)
-    return jax.tree.map(lambda x: x if _floating(x) else first(x), mean_over(tree, inner_axes))
+    return jax.tree.map(lambda x: x if _is_floating(x) else first(x), mean_over(tree, inner_axes))
 
 
-def kept_if_idle(weight: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
+def old_if_idle(weight: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
     """Return `new`, or `old` on an idle replica, one of weight 0."""
     if weight is None:
         return new

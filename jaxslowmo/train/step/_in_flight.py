@@ -29,7 +29,7 @@ class StepsInFlight:
         self._results: deque[jax.Array] = deque()
         self._can_hang: bool | None = None  # None before the first result
 
-    def admit(self, result: jax.Array) -> None:
+    def add(self, result: jax.Array) -> None:
         """Record a started step; wait until at most `MAX_STEPS` are unfinished, if they could hang.
 
         That is where the process runs the step on several CPU devices.
@@ -150,7 +150,7 @@ def _compare_counters(results: PyTree, calls: int) -> None:
     counters = counters_in(results)
     if not counters:
         return
-    ends = [[min(_by_replica(x)), max(_by_replica(x))] for _, x in counters]
+    ends = [[min(_values_by_replica(x)), max(_values_by_replica(x))] for _, x in counters]
     both = np.array(ends, np.int32)  # (counters, 2, 2): least and largest, as value and replica
     # A step over the devices of all processes is called by all of them, equally often.
     processes = {d.process_index for _, x in counters for d in x.sharding.device_set}
@@ -171,7 +171,7 @@ def _compare_counters(results: PyTree, calls: int) -> None:
             )
 
 
-def _by_replica(count: jax.Array) -> Iterator[tuple[int, int]]:
+def _values_by_replica(count: jax.Array) -> Iterator[tuple[int, int]]:
     """Yield the values that this process holds of a counter, each with its replica's number."""
     for number, shard in enumerate(count.addressable_shards):
         first = shard.index[0].start or 0 if count.ndim else number  # not stacked: one per device

@@ -12,7 +12,7 @@ from ...reports import comm_report_of
 from ...transform import ParameterTransform
 
 
-def has_silent_updates(gradients: Any, sync: ParameterTransform | None) -> bool:
+def has_local_steps(gradients: Any, sync: ParameterTransform | None) -> bool:
     """Return whether a step with these exchanges has updates in which nothing is to be sent."""
     if gradients is not None or sync is None:
         return False
@@ -26,14 +26,14 @@ class LocalTraffic:
       mesh: the mesh of the step.
       axis_name: the axis of the replicas, or several.
       map_with: how the local step is mapped.
-      is_silent: whether there are updates in which no part of a step sends anything.
+      has_local_steps: whether there are updates in which no part of a step sends anything.
 
     Attributes:
       may_send: whether the compiler may send something nevertheless.
     """
 
     def __init__(
-        self, mesh: AnyMesh, axis_name: AxisName, map_with: MapWith, *, is_silent: bool
+        self, mesh: AnyMesh, axis_name: AxisName, map_with: MapWith, *, has_local_steps: bool
     ) -> None:
         self._mesh, self._replicas = device_mesh(mesh), {*axis_names(axis_name)}
         # Replicas of one device are in a `shard_map`, where nothing is sent but what says so;
@@ -44,7 +44,7 @@ class LocalTraffic:
         if not has_a_device_each(mesh):
             # Programs of several replicas on a device agree by a flag on what is due.
             is_vmapped, self._flag = bool(split), 4
-        self.may_send = is_silent and is_vmapped
+        self.may_send = has_local_steps and is_vmapped
         self._is_read = not self.may_send
 
     def before_run(self, program: Any, name: str, phase: Phase | None, *args: Any) -> None:
@@ -59,8 +59,9 @@ class LocalTraffic:
           phase: the phase of its updates; None if it decides itself, or has none.
           *args: its arguments.
         """
-        is_local = name == "updated" and not phase
-        if self._is_read or not is_local or any(map(_is_traced, jax.tree.leaves(args))):
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+        is_local = name == "update" and not phase
+        if self._is_read or not is_local or is_traced:
             return
         self._is_read = True
         report = comm_report_of(program.lower(*args).compile(), mesh=self._mesh)
@@ -76,7 +77,3 @@ class LocalTraffic:
                 "sharding constraint before, put them into a jax.shard_map, or use "
                 'map_with="shard_map" and a device for each replica.'
             )
-
-
-def _is_traced(x: Any) -> bool:
-    return isinstance(x, Tracer)

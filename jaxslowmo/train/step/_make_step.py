@@ -159,7 +159,7 @@ def make_train_step(
         "unscales": "unscaled" in spec_of(optimizer).takes,
     }
     if program.dispatch is not None:
-        batches = DispatchedGradients.of(
+        batches = DispatchedGradients.from_loss(
             program.dispatch, loss, policy, num_microbatches, **differentiation
         )
     else:
@@ -178,6 +178,6 @@ def make_train_step(
         map_with=map_with,
     )
     if embeddings is not None:
-        step = UpdateWithTables.of(step, embeddings)
+        step = UpdateWithTables.from_dense_update(step, embeddings)
     runner = Runner(step, embeddings, mesh, mode, host_batch, donate, options)
     return TrainStep(runner, host_batch, settings)

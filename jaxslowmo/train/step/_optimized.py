@@ -32,18 +32,18 @@ class Averaging(NamedTuple):
     Attributes:
       reductions: the reductions that it declares, in the order in which they run, with one for all
         that are always due.
-      over: all axes with a reduction.
-      hides: whether it holds transforms that declare nothing, which may average over any axis.
+      axes: all axes with a reduction.
+      has_unknown: whether it holds transforms that declare nothing; they may average over any axis.
       replicas: the replica axes with several replicas.
     """
 
     reductions: list[ReducedAxes]
-    over: set[str]
-    hides: bool
+    axes: set[str]
+    has_unknown: bool
     replicas: list[str]
 
     @classmethod
-    def of(cls, transform: Any, state: PyTree, axis_name: AxisName) -> Self:
+    def from_transform(cls, transform: Any, state: PyTree, axis_name: AxisName) -> Self:
         """Return the averaging of a transform, whose state is that before its update."""
         names = [name for name in axis_names(axis_name) if axis_size(name) > 1]
         if transform is None:
@@ -57,9 +57,9 @@ class Averaging(NamedTuple):
                 others = tuple(n for n in names if n in axes and n not in always)
                 reductions.append(ReducedAxes(others, due))
         reductions = [each for each in reductions if each.axes]
-        hides = holds_state(spec.unknown(state), "gradients")
-        over = {*names} if hides else {name for each in reductions for name in each.axes}
-        return cls(reductions, over, hides, names)
+        has_unknown = holds_state(spec.unknown(state), "gradients")
+        axes = {*names} if has_unknown else {name for each in reductions for name in each.axes}
+        return cls(reductions, axes, has_unknown, names)
 
     def mean(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:
         """Average `x`, () float, over replicas in the updates in which gradients are averaged.
@@ -95,7 +95,7 @@ class Weights(NamedTuple):
     exchange: jax.Array | None
     update: jax.Array | None
 
-    def after(self, averaging: Averaging) -> "Weights":
+    def after_averaging(self, averaging: Averaging) -> "Weights":
         """Return the weights after the gradients were averaged in this way.
 
         Communication: one all-reduce of 4 bytes over the axes of each reduction that is due and
@@ -116,7 +116,7 @@ class Weights(NamedTuple):
         return Weights(exchange, update)
 
     @property
-    def follows(self) -> jax.Array | None:
+    def is_follower(self) -> jax.Array | None:
         """Whether it takes an update for which it has no weight, () bool; None: it does not."""
         if self.exchange is None or self.update is self.exchange:
             return None
@@ -124,7 +124,7 @@ class Weights(NamedTuple):
         return idle if self.update is None else idle & (self.update > 0)
 
 
-def _refusing(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
+def _raising_value_fn(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
     """Return a `value_fn` that raises: it would need a collective, or batches that are gone."""
 
     def value_fn(params: PyTree) -> jax.Array:
@@ -198,7 +198,7 @@ def run_optimizer(
     arrays = accepted_arguments(spec, state, weight=weight, finite=finite)
 
     searches = data is not None and not averaged
-    value_fn = partial(loss_at, data=data) if searches else _refusing(averaged)
+    value_fn = partial(loss_at, data=data) if searches else _raising_value_fn(averaged)
     loss = {"grad": grads, "value_fn": value_fn, **({} if value is None else {"value": value})}
     extra = {**loss, **static, **arrays}
     if not takes_extra(state):
@@ -219,8 +219,8 @@ def optimizer_rate(opt_state: PyTree) -> Any:
     """
     rates = [
         x.hyperparams["learning_rate"]
-        for x in jax.tree.leaves(opt_state, is_leaf=_has_rate)
-        if _has_rate(x)
+        for x in jax.tree.leaves(opt_state, is_leaf=_has_learning_rate)
+        if _has_learning_rate(x)
     ]
     if len(rates) != 1:
         raise ValueError(
@@ -231,6 +231,6 @@ def optimizer_rate(opt_state: PyTree) -> Any:
     return rates[0]
 
 
-def _has_rate(x: Any) -> bool:
+def _has_learning_rate(x: Any) -> bool:
     hyperparams = getattr(x, "hyperparams", None)
     return isinstance(hyperparams, Mapping) and "learning_rate" in hyperparams

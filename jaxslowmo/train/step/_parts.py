@@ -99,7 +99,7 @@ class Parts:
         """The axes over which a replica may communicate."""
         return *axis_names(self.axis_name), *self.inner_axes
 
-    def means_inside(
+    def average_inner_axes(
         self, gathered: Gradients, axes: tuple[str, ...], order: ReadyOrder | None
     ) -> PyTree:
         """Return the gradients, averaged over axes inside a replica that `gradients` lacks."""
@@ -108,7 +108,7 @@ class Parts:
             grads = laid_out(grads, specs)
         return mean_gradients(grads, axes, order, specs, gathered.loss_weight) if axes else grads
 
-    def shares(
+    def gradient_weights(
         self, gathered: Gradients, axes: tuple[str, ...]
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """Return this device's weight in `gradients`, and its replica's in means over replicas.
@@ -118,13 +118,15 @@ class Parts:
 
         Communication: for losses with weights one all-reduce of 4 bytes over the inner axes.
         """
-        share = gathered.share
-        if gathered.loss_weight is None or share is None or not self.inner_axes:
-            return share, share
-        of_replica = sum_over(share, self.inner_axes)
-        return of_replica if axes == self.inner_axes else share, of_replica
+        weight = gathered.device_weight
+        if gathered.loss_weight is None or weight is None or not self.inner_axes:
+            return weight, weight
+        replica_weight = sum_over(weight, self.inner_axes)
+        return replica_weight if axes == self.inner_axes else weight, replica_weight
 
-    def lacking(self, state: PyTree, inner_axes: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    def unreduced_axes(
+        self, state: PyTree, inner_axes: tuple[str, ...] | None = None
+    ) -> tuple[str, ...]:
         """Return the inner axes over which the step must average, since `gradients` does not.
 
         `state` is that of `gradients`; `inner_axes` are those between which the batch is split.
@@ -137,7 +139,7 @@ class Parts:
         is_known = is_known and not holds_state(spec.unknown(state), "gradients")
         return inner_axes if is_known else ()
 
-    def order(self, state: TrainState, like: PyTree) -> ReadyOrder | None:
+    def ready_order_fn(self, state: TrainState, like: PyTree) -> ReadyOrder | None:
         """Return a function for the order in which gradients are ready, for a batch like `like`.
 
         It is called only where the order matters, since it traces the loss once more. None is the
@@ -146,7 +148,7 @@ class Parts:
         find = cache(partial(self.batches.ready_order, state, like))
         return find if self.program.param_types is None and self.map_with != "vmap" else None
 
-    def never_meets(self, averaged: set[str], optimizer_state: PyTree) -> bool:
+    def never_syncs(self, averaged: set[str], optimizer_state: PyTree) -> bool:
         """Return whether nothing makes replicas agree; `averaged` are axes of `gradients`."""
         return (
             self.sync is None
@@ -156,13 +158,13 @@ class Parts:
             and not holds_state(optimizer_state, "parameters")
         )
 
-    def over(self, averaged: set[str]) -> tuple[str, ...]:
-        """Return these replica axes and the inner ones, in order."""
+    def reduction_axes(self, averaged: set[str]) -> tuple[str, ...]:
+        """Return these replica axes and the inner ones, in the order of `mapped_axes`."""
         return tuple(n for n in self.mapped_axes if n in {*averaged, *self.inner_axes})
 
     # The states of its parts, and their layout.
 
-    def first_exchange(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
+    def init_exchange(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
         """Return the first local and shared state of `sync`, for stacked parameters."""
         if self.sync is None:
             return (), ()
@@ -186,7 +188,7 @@ class Parts:
         del state
         return "stacked"
 
-    def first_optimizer_states(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
+    def init_optimizers(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
         """Return the first states of gradient transform and optimizer, for stacked parameters."""
         given = self.gradients or optax.identity(), self.optimizer
         # Each has one state.
@@ -194,16 +196,16 @@ class Parts:
         gradients, optimizer = init(both, stacked, mesh=mesh, axis_name=self.axis_name)
         return gradients, optimizer
 
-    def seen_by_loss(self, params: PyTree, share: PyTree) -> tuple[PyTree, PyTree]:
+    def loss_input_types(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Return the types of parameters and batch that the loss function of a device receives.
 
         Args:
           params: the types of the parameters of one replica.
-          share: the types of a device's part of a batch.
+          batch: the types of a device's part of a batch.
         """
-        return params, share
+        return params, batch
 
-    def stacked(self, params: PyTree, seed: int, mesh: AnyMesh) -> PyTree:
+    def replicate_params(self, params: PyTree, seed: int, mesh: AnyMesh) -> PyTree:
         """Return the parameters of all replicas, equal on them, from those of one."""
         del seed  # draws tables
         return replicate(params, mesh=mesh, axis_name=self.axis_name)
@@ -245,7 +247,7 @@ class Parts:
         groups = () if self.sync is None else self.sync.algorithm.groups
         return named.union(*(axis_names(group.local_axis_name or ()) for group in groups))
 
-    def laid_out(self, layout: Layout) -> Self:
+    def with_layout(self, layout: Layout) -> Self:
         """Return this update for a layout."""
         batches = dataclasses.replace(
             self.batches, inner_axes=layout.inner_axes, num_devices=layout.num_devices

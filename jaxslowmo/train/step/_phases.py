@@ -14,7 +14,7 @@ from jax.core import Tracer
 from ..._support.types import Phase, PyTree
 from ...transform import ParameterTransform, phase_name
 from .._train_state import ReplicaState, TrainState
-from ._states import of_one_replica
+from ._states import scalar_counter
 
 Mode = Literal["traced", "host"]
 
@@ -36,7 +36,7 @@ class UpdateCounts(NamedTuple):
     skipped: int
 
 
-class Recent:
+class RecentValues:
     """Facts that the host knows of the last few arrays on devices, such as a counter's value.
 
     Reading a counter from the device waits for the step that computes it. Here each is read at most
@@ -48,13 +48,13 @@ class Recent:
         self._entries: tuple[tuple[weakref.ref[Any], Any], ...] = ()
 
     def get(self, array: Any) -> Any:
-        """Return what was noted of the array; None if nothing was, or of many others since."""
+        """Return the value of the array; None if none was set, or those of many others since."""
         for ref, value in self._entries:
             if ref() is array:
                 return value
         return None
 
-    def note(self, value: Any, array: Any) -> None:
+    def set(self, value: Any, array: Any) -> None:
         """Remember `value` of the array."""
         self._entries = (weakref.ref(array), value), *self._entries[: _NUM_RECENT - 1]
 
@@ -71,24 +71,24 @@ class Phases:
     """
 
     def __init__(self, sync: ParameterTransform | None, mode: Mode) -> None:
-        self.sync, self._mode, self._counts = sync, mode, Recent()
+        self.sync, self._mode, self._counts = sync, mode, RecentValues()
 
-    def of(self, t: int) -> Phase:
+    def at_update(self, t: int) -> Phase:
         """Return the phase of update t = 1, 2, ... if no exchange is skipped."""
         return () if self.sync is None else self.sync.phase(t)
 
     def next(self, state: TrainState | ReplicaState, later: int = 0) -> Phase:
         """Return the phase of an update that is `later` updates after the next one."""
-        so_far = self.so_far(state)
+        counts = self.update_counts(state)
         if self.sync is None:
             return ()
-        return self.sync.algorithm.phase(so_far.updates + 1 + later, so_far.skipped)
+        return self.sync.algorithm.phase(counts.updates + 1 + later, counts.skipped)
 
-    def of_program(self, state: TrainState | ReplicaState, later: int = 0) -> Phase | None:
+    def program_phase(self, state: TrainState | ReplicaState, later: int = 0) -> Phase | None:
         """Return the phase for which an update's program is made; None if it decides itself."""
         return self.next(state, later) if self._mode == "host" else None
 
-    def by_name(self, trace: Callable[[Phase | None], _Result]) -> dict[str | None, _Result]:
+    def trace_by_phase(self, trace: Callable[[Phase | None], _Result]) -> dict[str | None, _Result]:
         """Return what a function returns of each program's phase, by the phase's name."""
         if self._mode == "traced":
             return {None: trace(None)}
@@ -112,10 +112,10 @@ class Phases:
           run: `run(phase, state, batches)`: runs the program of several updates.
 
         Returns:
-          The last state, and the results of `run`, joined along their first dimension.
+          The last state, and the results of `run`, concatenated along their first dimension.
         """
-        phases, first = [self.of_program(state, i) for i in range(length)], state
-        found, start = [], 0
+        phases, first = [self.program_phase(state, i) for i in range(length)], state
+        outputs, start = [], 0
         for phase, same in itertools.groupby(phases):
             stop = start + len([*same])
             part = batches
@@ -123,13 +123,13 @@ class Phases:
                 rows = partial(lax.slice_in_dim, start_index=start, limit_index=stop)
                 part = jax.tree.map(rows, batches)  # no index is copied to the devices
             state, results = run(phase, state, part)
-            found.append(results)
+            outputs.append(results)
             start = stop
         self.advance(first, state, length)
-        return state, found[0] if len(found) == 1 else joined(found)
+        return state, outputs[0] if len(outputs) == 1 else concatenate_results(outputs)
 
-    def so_far(self, state: TrainState | ReplicaState) -> UpdateCounts:
-        """Return the counts of a state; read them from the device if they were not noted."""
+    def update_counts(self, state: TrainState | ReplicaState) -> UpdateCounts:
+        """Return the counts of a state; read them from the device if they are unknown."""
         counter = state.step
         counts = self._counts.get(counter)
         if counts is not None:
@@ -141,22 +141,22 @@ class Phases:
                 'shape: call it outside with arrays, or use mode="traced", whose one program '
                 "decides by itself."
             )
-        updates, skipped = int(of_one_replica(counter)), 0
+        updates, skipped = int(scalar_counter(counter)), 0
         if self.sync is not None:
-            local = jax.tree.map(of_one_replica, state.exchange.local)
+            local = jax.tree.map(scalar_counter, state.exchange.local)
             skipped = int(self.sync.algorithm.skipped(local, updates))
         counts = UpdateCounts(updates, skipped)
-        self._counts.note(counts, counter)
+        self._counts.set(counts, counter)
         return counts
 
     def advance(self, old: _State, new: _State, updates: int = 1) -> None:
         """Count updates between two states on the host, if those before are known."""
-        so_far = self._counts.get(old.step)
-        if so_far is not None:
-            self._counts.note(so_far._replace(updates=so_far.updates + updates), new.step)
+        counts = self._counts.get(old.step)
+        if counts is not None:
+            self._counts.set(counts._replace(updates=counts.updates + updates), new.step)
 
 
 @jax.jit
-def joined(results: list[PyTree]) -> PyTree:
+def concatenate_results(results: list[PyTree]) -> PyTree:
     """Return the results of several runs of updates as one."""
     return jax.tree.map(lambda *x: jnp.concatenate(x), *results)

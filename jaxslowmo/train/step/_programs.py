@@ -25,7 +25,7 @@ from ._gradients import INPUT_ROLES, WINDOW_ROLES, GradientWindow, Metrics, Step
 from ._parts import Layout
 from ._update import Update
 
-Share = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
+ShardTypes = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
 """Structure and types of one device's part of a batch: a key, which a tree of types is not."""
 
 
@@ -45,13 +45,13 @@ class Task(NamedTuple):
     static: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, method: str, results: Any, donated: str | None = None, **static: Any) -> Self:
+    def create(cls, method: str, results: Any, donated: str | None = None, **static: Any) -> Self:
         """Return a task; a keyword argument of None is left out."""
         given = tuple((name, value) for name, value in static.items() if value is not None)
         return cls(method, results, donated, given)
 
 
-EVALUATE = Task("evaluated", "metrics")
+EVALUATE = Task("evaluate", "metrics")
 """The task of computing the metrics of a batch."""
 
 
@@ -70,7 +70,7 @@ def build(
     if "like" in static:
         static["like"] = jax.tree.unflatten(*static["like"])
 
-    def mapped(
+    def map_fn(
         fn: Callable[..., Any],
         in_roles: tuple[Roles, ...],
         out_roles: Roles,
@@ -107,8 +107,8 @@ def build(
         roles = INPUT_ROLES._replace(batch=of_batch, upcoming=roles_of_batch(upcoming))
         if window is None:
             roles = roles._replace(window="shared")
-        if task.method in ("updated", "scanned"):
-            return update.across(mapped, mesh, state, given, roles, **static)
+        if task.method in ("update", "scan"):
+            return update.update_replicas(map_fn, mesh, state, given, roles, **static)
         # The batch of a dispatched loss function is a result only if it is cast.
         seen = of_batch if update.policy is not None else "batch"
         results = {
@@ -120,23 +120,23 @@ def build(
         state = state._replace(exchange=state.exchange._replace(shared=()))
         out = jax.tree.map(results.__getitem__, task.results)
         of_all = (update.state_roles(state), *roles)
-        return mapped(per_replica, of_all, out, update.map_with)(state, *given)
+        return map_fn(per_replica, of_all, out, update.map_with)(state, *given)
 
-    def scanned(state: TrainState, batch: PyTree, weight: Any = None, *_: Any) -> Any:
+    def scan_program(state: TrainState, batch: PyTree, weight: Any = None, *_: Any) -> Any:
         def one(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
             return program(state, batch, weight)[:2]
 
         return lax.scan(one, state, batch)
 
     return jax.jit(
-        scanned if task.method == "scanned" else program,
+        scan_program if task.method == "scan" else program,
         donate_argnames=task.donated if donates and task.donated else (),
         out_shardings=out_shardings,
         compiler_options=dict(compiler_options),
     )
 
 
-def pinned(
+def result_shardings(
     task: Task,
     update: Update,
     layout: Layout,
@@ -152,7 +152,7 @@ def pinned(
     first = *axis_names(update.axis_name), *layout.inner_axes
     each = placement(mesh, P(first))
 
-    def of_window() -> Any:
+    def window_shardings() -> Any:
         if inputs.window is not None:
             return jax.tree.map(lambda x: x.sharding, inputs.window)
         dense = update.dense(state.params)
@@ -168,6 +168,6 @@ def pinned(
         "metrics": lambda: None,
         "carry": lambda: each,
         "arguments": lambda: None,
-        "window": of_window,
+        "window": window_shardings,
     }
     return jax.tree.map(lambda result: shardings[result](), task.results)

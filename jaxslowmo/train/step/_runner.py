@@ -19,31 +19,31 @@ from ...mesh import AnyMesh, device_mesh, inner_specs, model_axes, with_a_device
 from ...tracing import ready_order
 from ...transform import ReplicaGroup, of_one, shardings
 from ...tree import leaf_names
-from .._batches import HostBatch, Placing, as_arrays, on_devices
-from .._hyperparams import NumberPlaces, number_places, replace_numbers
+from .._batches import BatchPlacer, HostBatch, as_arrays, type_and_sharding
+from .._hyperparams import HyperparamsPaths, hyperparams_paths, replace_numbers
 from .._train_state import TrainState
 from . import _programs as programs
-from ._beside_steps import BesideSteps
 from ._dispatched import DispatchedGradients
 from ._gradients import GradientWindow, Metrics, StepInputs
 from ._in_flight import StepsInFlight
-from ._local_traffic import has_silent_updates
+from ._local_traffic import has_local_steps
+from ._overlapped_exchanges import OverlappedExchanges
 from ._parts import Layout
-from ._phases import Mode, Phases, Recent, joined
-from ._programs import EVALUATE, Share, Task
-from ._settings import readers_of_programs
+from ._phases import Mode, Phases, RecentValues, concatenate_results
+from ._programs import EVALUATE, ShardTypes, Task
+from ._settings import program_checks
 from ._states import (
+    check_donation,
+    check_exchange_state,
+    check_is_state,
+    check_num_replicas,
+    check_optimizer_state,
+    check_same_model,
     check_state,
-    forget,
-    refuse_another_model,
-    refuse_another_optimizer,
-    refuse_beyond,
-    refuse_donated,
-    refuse_non_state,
-    refuse_other_replicas,
-    refuse_state_of_another_step,
-    refuse_unusable_window,
-    types_of_sync,
+    check_state_sharding,
+    check_window,
+    delete_gradients,
+    exchange_state_types,
     without_optimizer,
 )
 from ._update import Update
@@ -58,7 +58,7 @@ class Room(NamedTuple):
     """
 
     num_batches: int
-    share: Share | None
+    share: ShardTypes | None
 
 
 class Runner:
@@ -80,7 +80,7 @@ class Runner:
       embeddings: the tables; None without.
       update: the parts, for the layout of the states.
       layout: the layout of the states.
-      placing: the object that places batches on the devices.
+      placer: the object that places batches on the devices.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Runner:
         self._donates, self._options, self._warn = donate, compiler_options, warn_once()
         self.embeddings, self._ahead = embeddings, None if embeddings is None else Ahead()
         self.layout = update.layout(mesh, frozenset(), None, None)
-        self.update = update.laid_out(self.layout)
+        self.update = update.with_layout(self.layout)
         self.shardings: TrainState | None = None  # of the step's states; None before the first one
         self._has_layout = False  # whether a state has said where the step's states lie
         self._names: list[str] = []  # of the parameters of that state
@@ -105,24 +105,26 @@ class Runner:
         self._is_checked = False  # whether a state was checked
         self._changes = False  # whether an update gives the optimizer's state another structure
         self._programs: dict[Any, Any] = {}
-        self.placing = Placing(mesh, update.axis_name, host_batch, embeddings)
+        self.placer = BatchPlacer(mesh, update.axis_name, host_batch, embeddings)
         self._in_flight = StepsInFlight()
-        self._readers = readers_of_programs(
+        self._program_checks = program_checks(
             *(mesh, update.axis_name, update.map_with),
-            is_silent=has_silent_updates(update.gradients, update.sync),
+            has_local_steps=has_local_steps(update.gradients, update.sync),
             check_compiled=update.program.check_compiled,
         )
-        self.phases, self._rooms = Phases(update.sync, mode), Recent()
+        self.phases, self._rooms = Phases(update.sync, mode), RecentValues()
         # The last state that a program has made: its counter, and the rest as long as that lives.
-        self._made: tuple[Any, tuple[Any, ...]] = (lambda: None, ())
-        self._right: set[Any] = set()  # kinds of states that were found to be right
-        self._beside: BesideSteps | None = None
-        self._numbers: NumberPlaces | None = None  # None before the first state
-        self._collected: Share | None = None  # share of the last batch that went into a window
+        self._last_state: tuple[Any, tuple[Any, ...]] = (lambda: None, ())
+        self._known_kinds: set[Any] = set()  # kinds of states that passed the checks
+        self._overlapped: OverlappedExchanges | None = None
+        self._numbers: HyperparamsPaths | None = None  # None before the first state
+        self._collected: ShardTypes | None = None  # of the last batch that went into a window
 
     # States.
 
-    def take(self, state: TrainState, *, updates: bool = True, runs: bool = True) -> TrainState:
+    def accept_state(
+        self, state: TrainState, *, updates: bool = True, runs: bool = True
+    ) -> TrainState:
         """Return a state where the step's states lie; raise `ValueError` for one that is none.
 
         Args:
@@ -130,51 +132,51 @@ class Runner:
           updates: whether its optimizer state is used.
           runs: whether a program takes it; if not, it may have been donated.
         """
-        if self._is_own(state):
+        if self._is_last_state(state):
             if runs and state.step.is_deleted():
-                refuse_donated(state)
+                check_donation(state)
             return state
-        refuse_non_state(state)
+        check_is_state(state)
         if runs:
-            refuse_donated(state)
+            check_donation(state)
         leaves, structure = jax.tree.flatten(state)
-        places = tuple(map(on_devices, leaves))
+        places = tuple(map(type_and_sharding, leaves))
         kind = None if None in places else (structure, places, updates)
-        if kind in self._right:
+        if kind in self._known_kinds:
             return state
-        refuse_other_replicas(state, self.parts, self.mesh)
+        check_num_replicas(state, self.parts, self.mesh)
         if updates:
-            refuse_state_of_another_step(state, self.parts, self._types_of_sync)
+            check_exchange_state(state, self.parts, self._exchange_state_types)
         if updates and not self._is_checked:
-            refuse_another_optimizer(state, self.parts, self.mesh)
-        state = self._placed(state, updates=updates)
+            check_optimizer_state(state, self.parts, self.mesh)
+        state = self._place_state(state, updates=updates)
         if updates:
             self.check(state)
         if kind is not None and all(map(operator.is_, leaves, jax.tree.leaves(state))):
-            self._right.add(kind)
+            self._known_kinds.add(kind)
         return state
 
-    def _types_of_sync(self, params: PyTree) -> tuple[PyTree, PyTree]:
+    def _exchange_state_types(self, params: PyTree) -> tuple[PyTree, PyTree]:
         assert self.parts.sync is not None, "its state is compared"
-        return types_of_sync(self.parts.sync, params, self.mesh)
+        return exchange_state_types(self.parts.sync, params, self.mesh)
 
-    def _is_own(self, state: TrainState) -> bool:
+    def _is_last_state(self, state: TrainState) -> bool:
         """Return whether the last program of this step, or its `init`, returned the state."""
         if not isinstance(state, TrainState):
             return False
-        counter, rest = self._made
+        counter, rest = self._last_state
         return state.step is counter() and all(map(operator.is_, state[1:], rest))
 
-    def note(self, state: TrainState) -> None:
+    def remember_state(self, state: TrainState) -> None:
         """Remember a state that this step has made, so that the next call need not look at it."""
         if isinstance(state.step, Tracer):
             return
 
-        def forget_it(counter: Any) -> None:
-            if self._made[0] is counter:
-                self._made = (lambda: None, ())
+        def clear(counter: Any) -> None:
+            if self._last_state[0] is counter:
+                self._last_state = (lambda: None, ())
 
-        self._made = weakref.ref(state.step, forget_it), state[1:]
+        self._last_state = weakref.ref(state.step, clear), state[1:]
 
     def check(self, state: TrainState) -> None:
         """Raise `ValueError` for errors that only a state shows."""
@@ -184,14 +186,14 @@ class Runner:
         )
         self._is_checked, self._changes = True, self._changes or changes
 
-    def made(self, state: TrainState) -> TrainState:
+    def accept_initial_state(self, state: TrainState) -> TrainState:
         """Return a state that `init` has made, where the step's states lie."""
-        state = self._placed(state)
-        self.note(state)
+        state = self._place_state(state)
+        self.remember_state(state)
         self.check(state)
         return state
 
-    def _placed(self, state: TrainState, *, updates: bool = True) -> TrainState:
+    def _place_state(self, state: TrainState, *, updates: bool = True) -> TrainState:
         """Return the state where the step's states lie; the first one says where that is.
 
         One that is only evaluated may lack, or have, what an update alone needs.
@@ -199,25 +201,27 @@ class Runner:
         leaves = jax.tree.leaves(state)
         if any(isinstance(x, Tracer) for x in leaves):
             if not self._has_layout:
-                self._use(self.parts.layout(self.mesh, frozenset(), None, state.params), state)
+                self._set_layout(
+                    self.parts.layout(self.mesh, frozenset(), None, state.params), state
+                )
             return state
         if not self._has_layout:
             axes = model_axes(state.params, self.mesh, self.parts.axis_name)
             specs = inner_specs(state.params, axes) if axes else None
             layout = self.parts.layout(self.mesh, axes, specs, state.params)
-            refuse_beyond(layout.axes, state, self.mesh, self.parts.axis_name)
-            self._use(layout, state)
+            check_state_sharding(layout.axes, state, self.mesh, self.parts.axis_name)
+            self._set_layout(layout, state)
             self._has_layout, self._names = True, leaf_names(state.params)
-        refuse_another_model(state.params, self._names)
-        refuse_beyond(self.layout.axes, state, self.mesh, self.parts.axis_name)
-        where = self._shardings_for(state) if self.shardings is None else self.shardings
+        check_same_model(state.params, self._names)
+        check_state_sharding(self.layout.axes, state, self.mesh, self.parts.axis_name)
+        where = self._state_shardings(state) if self.shardings is None else self.shardings
         if updates:
             self.shardings = where
         if jax.tree.structure(where) != jax.tree.structure(state):
             return state  # without what an update alone needs, or in another container
-        return jax.tree.map(self._moved, state, where)
+        return jax.tree.map(self._move_leaf, state, where)
 
-    def _moved(self, x: Any, where: NamedSharding) -> Any:
+    def _move_leaf(self, x: Any, where: NamedSharding) -> Any:
         if isinstance(x, int | float | np.generic):
             return x  # assigned to a hyperparameter; the update replaces it
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -234,7 +238,7 @@ class Runner:
             )
         return jax.device_put(x, where)
 
-    def _shardings_for(self, state: TrainState) -> Any:
+    def _state_shardings(self, state: TrainState) -> Any:
         """Return where the leaves of a state lie, or shall lie where they have no place yet."""
         sync, where = self.update.sync, {"mesh": self.mesh, "axis_name": self.parts.axis_name}
         group = ReplicaGroup(self.parts.axis_name)
@@ -259,43 +263,43 @@ class Runner:
 
         return jax.tree.map(place, state, default)
 
-    def _use(self, layout: Layout, state: TrainState) -> None:
-        update = self.parts.laid_out(layout)
+    def _set_layout(self, layout: Layout, state: TrainState) -> None:
+        update = self.parts.with_layout(layout)
         if update.sync is not None and update.sync.algorithm.needs:
             sync = update.sync.bound(dict(self.mesh.shape), of_one(state.params))
             update = replace(update, sync=sync)
         self.update, self.layout, self.phases.sync = update, layout, update.sync
         overlapped = None if update.sync is None else update.sync.algorithm.overlapped
-        if self.mode == "host" and overlapped is not None and self._beside is None:
-            self._beside = BesideSteps(overlapped, self.mesh, update.axis_name)
+        if self.mode == "host" and overlapped is not None and self._overlapped is None:
+            self._overlapped = OverlappedExchanges(overlapped, self.mesh, update.axis_name)
 
     # Counters.
 
     def next_phase(self, state: TrainState, later: int = 0) -> Phase:
         """Return the phase of an update that is `later` updates after the next one."""
-        return self.phases.next(self.take(state), later)
+        return self.phases.next(self.accept_state(state), later)
 
     # Batches.
 
     def place(self, batch: PyTree, weight: Any = None, *, check_ids: bool = True) -> Any:
         """Return a batch and its weight, placed on the devices; see `TrainStep.place`."""
         axes = self.layout.data_axes
-        return self.placing.compared(batch, weight, axes, check_ids=check_ids)
+        return self.placer.check_and_place(batch, weight, axes, check_ids=check_ids)
 
     def checked_inputs(
         self, state: TrainState, batch: PyTree, weight: Any, window: GradientWindow | None
     ) -> tuple[TrainState, StepInputs]:
         """Return the arguments of a step, checked, compared between processes, and placed."""
-        state = self.take(state)
-        batch, weight = self.placing.compared(batch, weight, self.layout.data_axes)
+        state = self.accept_state(state)
+        batch, weight = self.placer.check_and_place(batch, weight, self.layout.data_axes)
         if window is not None:
-            self.refuse_window(window, state, weight)
+            self.check_window(window, state, weight)
         return state, StepInputs(batch, weight, window)
 
-    def refuse_window(self, window: Any, state: TrainState, weight: Any = ...) -> None:
+    def check_window(self, window: Any, state: TrainState, weight: Any = ...) -> None:
         """Raise `ValueError` unless `window` is an unused window of this state, or None."""
         dense = state._replace(params=self.parts.dense(state.params))
-        refuse_unusable_window(window, dense, weight)
+        check_window(window, dense, weight)
 
     # Tasks.
 
@@ -304,7 +308,7 @@ class Runner:
         state: TrainState,
         inputs: StepInputs,
         ahead: Ahead | None = None,
-        share: Share | None = None,
+        share: ShardTypes | None = None,
     ) -> tuple[TrainState, Metrics, Carry | None]:
         """Run one update; record layout and counters of the new state without reading them.
 
@@ -312,28 +316,28 @@ class Runner:
         the last one of the window.
         """
         self._replace_numbers(state)
-        self.placing.refuse_counted()
+        self.placer.check_counts()
         task = self._update_task(state, ahead, share)
-        if self._beside is None:
+        if self._overlapped is None:
             new, metrics, carry = self.run(task, state, inputs)
         else:
-            phase, t = self.next_phase(state), self.phases.so_far(state).updates + 1
-            is_own = self._is_own(state)
-            with_result = self._beside.before(state, phase, t, is_known=is_own)
-            if is_own:
-                self.note(with_result)
+            phase, t = self.next_phase(state), self.phases.update_counts(state).updates + 1
+            is_known = self._is_last_state(state)
+            with_result = self._overlapped.before_update(state, phase, t, is_known=is_known)
+            if is_known:
+                self.remember_state(with_result)
             new, metrics, carry = self.run(task, with_result, inputs)
-            self._beside.after(state, new, phase)
-        self.ran(inputs, metrics)
-        self.note(new)
+            self._overlapped.after_update(state, new, phase)
+        self.record_run(inputs, metrics)
+        self.remember_state(new)
         if inputs.window is not None and self._donates:
-            forget(inputs.window)
+            delete_gradients(inputs.window)
         self.phases.advance(state, new)
         return new, metrics, carry
 
     def scan(self, state: TrainState, batches: PyTree, weight: Any) -> tuple[TrainState, Metrics]:
         """Run an update for each of several batches; see `TrainStep.scan`."""
-        state = self.take(state)
+        state = self.accept_state(state)
         has_tables = self.embeddings is not None
         if has_tables or isinstance(self.parts.batches, DispatchedGradients):
             what = "`embeddings`" if has_tables else 'a pipeline with `executor`="host"'
@@ -342,20 +346,20 @@ class Runner:
                 "each batch (js.train_loop without `steps_per_call`)."
             )
         axes = self.layout.data_axes
-        if self._beside is not None and self._beside.is_beside:
-            return self._one_by_one(state, batches, weight)
-        batches, weight, length = self.placing.several(batches, weight, axes)
+        if self._overlapped is not None and self._overlapped.overlaps:
+            return self._scan_one_by_one(state, batches, weight)
+        batches, weight, length = self.placer.place_batches(batches, weight, axes)
         self._replace_numbers(state)
 
         def run(phase: Phase | None, state: TrainState, part: PyTree) -> Any:
             return self.run(_scan(phase), state, StepInputs(part, weight))
 
         state, metrics = self.phases.scan(state, batches, length, run)
-        self.ran(StepInputs(batches), metrics)
-        self.note(state)
+        self.record_run(StepInputs(batches), metrics)
+        self.remember_state(state)
         return state, metrics
 
-    def _one_by_one(
+    def _scan_one_by_one(
         self, state: TrainState, batches: PyTree, weight: Any
     ) -> tuple[TrainState, Metrics]:
         """Run the updates in a program each, beside which the exchange goes on."""
@@ -365,12 +369,12 @@ class Runner:
             state, inputs = self.checked_inputs(state, batch, weight, None)
             state, metrics, _ = self.run_update(state, inputs)
             found.append(jax.tree.map(lambda x: x[None], metrics))
-        return state, joined(found)
+        return state, concatenate_results(found)
 
     def apply(self, state: TrainState, window: GradientWindow) -> tuple[TrainState, Metrics]:
         """Run one update with the gradients in a window."""
-        state = self.take(state)
-        self.refuse_window(window, state)
+        state = self.accept_state(state)
+        self.check_window(window, state)
         if self._collected is None or window is None:
             raise ValueError("`window` must be one that `step.collect` of this step has returned.")
         return self.run_update(state, StepInputs(window=window), None, self._collected)[:2]
@@ -379,11 +383,11 @@ class Runner:
         self, state: TrainState, inputs: StepInputs, num_batches: int, ahead: Ahead | None = None
     ) -> tuple[GradientWindow, Metrics, Carry | None]:
         """Add a batch to a window, or to a new one if there is none."""
-        self.placing.refuse_counted()
+        self.placer.check_counts()
         ahead = ahead or self._ahead
-        inputs = self.dispatched(_collect(ahead, fits=True), state, inputs)
+        inputs = self.dispatch_loss(_collect(ahead, fits=True), state, inputs)
         leaves, structure = jax.tree.flatten(
-            self.placing.share(inputs.batch, self.layout.data_axes)
+            self.placer.shard_types(inputs.batch, self.layout.data_axes)
         )
         self._collected = share = structure, tuple(leaves)
         if inputs.window is not None:
@@ -392,7 +396,7 @@ class Runner:
             # For the first batch at least: jaxlib 0.11 fails on CPU devices with empty arrays.
             room = Room(0 if self.embeddings is None else max(1, num_batches), share)
             first = StepInputs(inputs.batch, inputs.weight)
-            opens = Task.of("opened", "window", num_batches=room.num_batches)
+            opens = Task.create("open_window", "window", num_batches=room.num_batches)
             window = self.run(opens, state, first)
             inputs = inputs._replace(window=window)
         fits = self.embeddings is None or (room.num_batches > 0 and room.share == share)
@@ -400,17 +404,17 @@ class Runner:
         window, metrics, carry = self.run(task, state, inputs)
         if room.num_batches and not isinstance(window.count, Tracer):
             left = room._replace(num_batches=room.num_batches - 1) if fits else room
-            self._rooms.note(left, window.count)
-        self.ran(inputs, metrics)
+            self._rooms.set(left, window.count)
+        self.record_run(inputs, metrics)
         return window, metrics, carry
 
     def evaluate(self, state: TrainState, batch: PyTree, weight: Any) -> Metrics:
         """Return the metrics of a batch by a forward pass."""
-        state = self.take(state, updates=False)
+        state = self.accept_state(state, updates=False)
         inputs = StepInputs(*self.place(batch, weight))
-        self.placing.refuse_counted()
+        self.placer.check_counts()
         metrics = self.run(EVALUATE, without_optimizer(state), inputs)
-        self.ran(inputs, metrics)
+        self.record_run(inputs, metrics)
         return metrics
 
     # Programs.
@@ -418,8 +422,8 @@ class Runner:
     def run(self, task: Task, state: TrainState, inputs: StepInputs) -> Any:
         """Run the program of a task and return its results."""
         program = self.program(task, state, inputs)
-        inputs = self.dispatched(task, state, inputs)
-        for before_run in self._readers:
+        inputs = self.dispatch_loss(task, state, inputs)
+        for before_run in self._program_checks:
             phase = dict(task.static).get("phase")
             before_run(program, task.method, phase, state, *inputs)
         return program(state, *inputs)
@@ -444,7 +448,9 @@ class Runner:
                 pins = self.shardings
                 if self._changes:  # the compiler says where the optimizer's state lies
                     pins = pins._replace(opt_state=None)
-                where = programs.pinned(task, self.update, self.layout, self.mesh, pins, inputs)
+                where = programs.result_shardings(
+                    task, self.update, self.layout, self.mesh, pins, inputs
+                )
             self._programs[key] = self._build(task, self.mesh, where)
         return self._programs[key]
 
@@ -460,46 +466,48 @@ class Runner:
         self, state: TrainState, inputs: StepInputs, ahead: Ahead | None = None
     ) -> jax.stages.Lowered:
         """Return the lowered program of an update; nothing runs."""
-        state = self.take(state, runs=False)
+        state = self.accept_state(state, runs=False)
         axes = self.layout.data_axes
-        batch, weight = self.placing.placed(inputs.batch, inputs.weight, axes)
-        upcoming, _ = self.placing.placed(inputs.upcoming, None, axes)
+        batch, weight = self.placer.place(inputs.batch, inputs.weight, axes)
+        upcoming, _ = self.placer.place(inputs.upcoming, None, axes)
         inputs = inputs._replace(batch=batch, weight=weight, upcoming=upcoming)
         self._replace_numbers(state)
         task = self._update_task(state, ahead)
         program = self.program(task, state, inputs)
-        inputs = self.dispatched(task, state, inputs, runs=False)
+        inputs = self.dispatch_loss(task, state, inputs, runs=False)
         return program.lower(state, *inputs)
 
-    def traced(self, state: TrainState, batch: PyTree, phase: Phase | None) -> jax.stages.Traced:
+    def trace_update(
+        self, state: TrainState, batch: PyTree, phase: Phase | None
+    ) -> jax.stages.Traced:
         """Return the traced program of an update in a phase; see `TrainStep.traced_by_phase`."""
-        state = self.take(state, runs=False)
-        inputs = StepInputs(*self.placing.placed(batch, None, self.layout.data_axes))
+        state = self.accept_state(state, runs=False)
+        inputs = StepInputs(*self.placer.place(batch, None, self.layout.data_axes))
         task = _update(phase, self._ahead)
-        traced = with_a_device_each(self.mesh)
-        if traced is self.mesh:
+        mesh = with_a_device_each(self.mesh)
+        if mesh is self.mesh:
             program = self.program(task, state, inputs)
         else:
-            program = self._build(task, traced)
-        ready = self.dispatched(task, state, inputs, runs=False)
+            program = self._build(task, mesh)
+        ready = self.dispatch_loss(task, state, inputs, runs=False)
         return program.trace(state, *ready)
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
         """Return the order in which gradients are ready; see `TrainStep.ready_order`."""
         if isinstance(self.parts.batches, DispatchedGradients):
             return None
-        state = self.take(state, updates=False, runs=False)
-        share = self.placing.share(as_arrays(batch), self.layout.data_axes)
+        state = self.accept_state(state, updates=False, runs=False)
+        share = self.placer.shard_types(as_arrays(batch), self.layout.data_axes)
         params, model_state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state.params, state.model_state)
         )
         try:
-            params, share = self.parts.seen_by_loss(params, share)
+            params, share = self.parts.loss_input_types(params, share)
             return ready_order(self.update.batches.loss, params, share, model_state=model_state)
         except NameError:  # unbound axis name
             return None
 
-    def dispatched(
+    def dispatch_loss(
         self, task: Task, state: TrainState, inputs: StepInputs, *, runs: bool = True
     ) -> StepInputs:
         """Return the inputs with a dispatched loss function's results in place of the batch.
@@ -517,22 +525,22 @@ class Runner:
         which = batches.task(task, inputs)
         program = self.program(which, state, inputs)
         arguments = (program if runs else partial(jax.eval_shape, program))(state, *inputs)
-        return batches.dispatched(
+        return batches.dispatch_loss(
             which, state, inputs, arguments, compiler_options=self._options, runs=runs
         )
 
-    def ran(self, inputs: StepInputs, metrics: Metrics) -> None:
+    def record_run(self, inputs: StepInputs, metrics: Metrics) -> None:
         """Record a program that was started with a batch."""
-        self._in_flight.admit(metrics["loss"])
-        self.placing.ran(inputs.batch, metrics)
+        self._in_flight.add(metrics["loss"])
+        self.placer.record_counts(inputs.batch, metrics)
 
     def _update_task(
-        self, state: TrainState, ahead: Ahead | None, share: Share | None = None
+        self, state: TrainState, ahead: Ahead | None, share: ShardTypes | None = None
     ) -> Task:
         """Return the task of the next update; one program serves all phases in a traced step."""
-        phase = self.phases.of_program(state)
-        if phase is not None and self._beside is not None:
-            phase = self._beside.phase(phase)
+        phase = self.phases.program_phase(state)
+        if phase is not None and self._overlapped is not None:
+            phase = self._overlapped.phase(phase)
         return _update(phase, ahead or self._ahead, share)
 
     def _replace_numbers(self, state: TrainState) -> None:
@@ -540,26 +548,26 @@ class Runner:
         if self._numbers is None:
             # Optax finds whether there are any; most optimizers have none to keep places of.
             has_any = optax.tree.get_all_with_path(state.opt_state, "hyperparams")
-            self._numbers = number_places(state.opt_state) if has_any else []
+            self._numbers = hyperparams_paths(state.opt_state) if has_any else []
         if self._numbers:
             replace_numbers(state.opt_state, self._numbers)
 
 
 @lru_cache(maxsize=256)
-def _update(phase: Phase | None, ahead: Ahead | None, share: Share | None = None) -> Task:
+def _update(phase: Phase | None, ahead: Ahead | None, share: ShardTypes | None = None) -> Task:
     """Return the task of an update; of a window alone `share` describes the last batch."""
     results = "state", "metrics", "carry"
-    return Task.of("updated", results, "state", phase=phase, ahead=ahead, like=share)
+    return Task.create("update", results, "state", phase=phase, ahead=ahead, like=share)
 
 
 @lru_cache(maxsize=256)
 def _scan(phase: Phase | None) -> Task:
     """Return the task of several updates in one phase."""
-    return Task.of("scanned", ("state", "metrics"), "state", phase=phase)
+    return Task.create("scan", ("state", "metrics"), "state", phase=phase)
 
 
 def _collect(ahead: Ahead | None, *, fits: bool) -> Task:
     """Return the task of adding a batch to a window, in its room if it `fits`, else after it."""
     results = "window", "metrics", "carry"
     # jax warns of donated buffers that no result can reuse, as those of a window that grows.
-    return Task.of("collected", results, "window" if fits else None, ahead=ahead, fits=fits)
+    return Task.create("collect", results, "window" if fits else None, ahead=ahead, fits=fits)

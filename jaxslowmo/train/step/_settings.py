@@ -27,7 +27,7 @@ from ...mesh import (
 )
 from ...tracing import constants_in
 from ...transform import phase_name
-from .._batches import Comparisons, Verdict, is_of_processes
+from .._batches import Comparisons, Verdict, is_multi_process
 from ._local_traffic import LocalTraffic
 
 # What differs between processes in the text of equal programs: addresses, and the order of sets.
@@ -50,11 +50,11 @@ def compare_settings(settings: Mapping[str, Any]) -> None:
         return
     lines: Description = {}
     for name, x in settings.items():
-        lines |= described(x, f"`{name}`")
+        lines |= describe_value(x, f"`{name}`")
     compare_descriptions("make_train_step: settings", lines)
 
 
-def described(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+def describe_value(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield names and texts of a value and of all its parts, equal on all processes if they are.
 
     What a factory of this package has made is known by the arguments of the factory; functions and
@@ -64,13 +64,13 @@ def described(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
       value: an argument of any kind.
       name: name of the value.
     """
-    text, parts = _taken_apart(value)
+    text, parts = _split_value(value)
     yield name, text
     for place, part in parts.items():
-        yield from described(part, f"{name}{place}")
+        yield from describe_value(part, f"{name}{place}")
 
 
-def _taken_apart(value: Any) -> tuple[str, dict[str, Any]]:
+def _split_value(value: Any) -> tuple[str, dict[str, Any]]:
     """Return a text of a value without its parts, and these by what is added to its name."""
     kind = type(value).__name__
     if (settings := settings_of(value)) is not None:
@@ -85,19 +85,19 @@ def _taken_apart(value: Any) -> tuple[str, dict[str, Any]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.compare]
         return kind, {f".{name}": getattr(value, name) for name in fields}
-    return _text_of(value), {}
+    return _value_text(value), {}
 
 
 _Shown = bool | int | float | complex | str | bytes | None | np.dtype | PartitionSpec
 
 
-def _text_of(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, _Shown):
         return repr(value)
     if isinstance(value, np.ndarray | np.generic | jax.Array) and is_of_host(value):
         return f"{value.dtype}{list(value.shape)} {digest([value])}"
     if isinstance(value, set | frozenset):  # in an order of each process
-        return f"{type(value).__name__} {sorted(str([*described(x)]) for x in value)}"
+        return f"{type(value).__name__} {sorted(str([*describe_value(x)]) for x in value)}"
     named: Any = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}.{named.__qualname__}"
 
@@ -105,12 +105,12 @@ def _text_of(value: Any) -> str:
 # Programs.
 
 
-def readers_of_programs(
+def program_checks(
     mesh: AnyMesh,
     axis_name: AxisName,
     map_with: MapWith,
     *,
-    is_silent: bool,
+    has_local_steps: bool,
     check_compiled: Callable[[str], None] | None = None,
 ) -> list[Callable[..., None]]:
     """Return what is called before each run of a program, with its name, phase and arguments.
@@ -118,13 +118,13 @@ def readers_of_programs(
     That is nothing for one process whose local steps cannot send, see `LocalTraffic`, without a
     `check_compiled`, that of a `LossProgram`.
     """
-    traffic = LocalTraffic(mesh, axis_name, map_with, is_silent=is_silent)
-    compared = [ComparedPrograms(mesh).before_run] if is_of_processes(mesh) else []
-    checked = [] if check_compiled is None else [CheckedPrograms(check_compiled).before_run]
+    traffic = LocalTraffic(mesh, axis_name, map_with, has_local_steps=has_local_steps)
+    compared = [ProgramComparison(mesh).before_run] if is_multi_process(mesh) else []
+    checked = [] if check_compiled is None else [CompiledProgramCheck(check_compiled).before_run]
     return [*compared, *([traffic.before_run] if traffic.may_send else []), *checked]
 
 
-class FirstRuns:
+class FirstRunCheck:
     """Base class of what is done before the first run of each program of a step.
 
     A program is new by itself and by the structure and the types of its inputs.
@@ -154,7 +154,7 @@ class FirstRuns:
         raise NotImplementedError
 
 
-class CheckedPrograms(FirstRuns):
+class CompiledProgramCheck(FirstRunCheck):
     """The compiled programs that a `LossProgram` checks.
 
     Args:
@@ -170,7 +170,7 @@ class CheckedPrograms(FirstRuns):
         self._check(program.lower(*args).compile().as_text() or "")
 
 
-class ComparedPrograms(FirstRuns):
+class ProgramComparison(FirstRunCheck):
     """The programs of a step that its processes compare.
 
     Args:

@@ -47,7 +47,7 @@ def check_state(
     Communication: none.
     """
     sync = parts.sync
-    refuse_untrainable(parts.dense(state.params))
+    check_trainable(parts.dense(state.params))
     changes = check_transforms(state, parts, mesh, mode, is_first=is_first)
     computes = None if parts.policy is None else parts.policy.compute
     if computes == "float16" and loss_scale_of(state.opt_state) is None:
@@ -70,7 +70,7 @@ def check_state(
     return changes
 
 
-def of_one_replica(x: Any) -> Any:
+def scalar_counter(x: Any) -> Any:
     """Return a counter, equal on all replicas, as a NumPy scalar; other leaves unchanged."""
     if np.ndim(x) != 1 or not np.issubdtype(x.dtype, np.integer):
         return x
@@ -83,7 +83,7 @@ def without_optimizer(state: TrainState) -> TrainState:
     return state._replace(opt_state=(), exchange=StepExchange())
 
 
-def refuse_non_state(state: TrainState) -> None:
+def check_is_state(state: TrainState) -> None:
     """Raise `ValueError` unless `state` has the fields of a `TrainState`."""
     if not all(hasattr(state, name) for name in TrainState._fields):
         raise ValueError(
@@ -92,20 +92,20 @@ def refuse_non_state(state: TrainState) -> None:
         )
 
 
-def refuse_donated(state: TrainState) -> None:
+def check_donation(state: TrainState) -> None:
     """Raise `ValueError` for a state whose buffers were donated, with which jax 0.10 may crash.
 
     Only the first array of parameters and of optimizer state is checked: all are donated together.
     """
     for x in (state.step, state.rng, first_array(state.params), first_array(state.opt_state)):
-        if is_gone(x):
+        if is_deleted(x):
             raise ValueError(
                 "`state` was given to a step before, which reuses its buffers (donate=True): go on "
                 "with the state that this step returned, or make the step with donate=False."
             )
 
 
-def refuse_untrainable(params: PyTree) -> None:
+def check_trainable(params: PyTree) -> None:
     """Raise `ValueError` unless all parameters are real floating-point arrays.
 
     jax does not differentiate integers. Its gradients of complex numbers are conjugated, and
@@ -121,7 +121,7 @@ def refuse_untrainable(params: PyTree) -> None:
         )
 
 
-def refuse_state_of_another_step(state: TrainState, parts: Parts, expected_of: Expected) -> None:
+def check_exchange_state(state: TrainState, parts: Parts, expected_of: Expected) -> None:
     """Raise `ValueError` if the state belongs to a step with another `sync`, or no `gradients`.
 
     Args:
@@ -152,14 +152,16 @@ def refuse_state_of_another_step(state: TrainState, parts: Parts, expected_of: E
         )
 
 
-def types_of_sync(sync: ParameterTransform, params: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
+def exchange_state_types(
+    sync: ParameterTransform, params: PyTree, mesh: AnyMesh
+) -> tuple[PyTree, PyTree]:
     """Return the types of local and shared state that a transform makes of stacked parameters."""
     one = of_one(params)
     algorithm = sync.bound(dict(mesh.shape), one).algorithm
     return jax.eval_shape(lambda params: (algorithm.local(params), algorithm.shared(params)), one)
 
 
-def refuse_other_replicas(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
+def check_num_replicas(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
     """Raise `ValueError` for a state of another number of replicas than the step's."""
     count = replica_count("step", mesh, parts.axis_name)
     if np.shape(state.step) != (count,):
@@ -170,7 +172,7 @@ def refuse_other_replicas(state: TrainState, parts: Parts, mesh: AnyMesh) -> Non
         )
 
 
-def refuse_another_optimizer(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
+def check_optimizer_state(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
     """Raise `ValueError` if the optimizer's state has other leaves than the step's own makes.
 
     An optimizer that holds a transform of this package, whose buffers depend on more than the
@@ -190,7 +192,7 @@ def refuse_another_optimizer(state: TrainState, parts: Parts, mesh: AnyMesh) -> 
             )
 
 
-def refuse_another_model(params: PyTree, names: Sequence[str]) -> None:
+def check_same_model(params: PyTree, names: Sequence[str]) -> None:
     """Raise `ValueError` for parameters with other names than the first ones of the step."""
     found = leaf_names(params)
     if found != names:
@@ -201,19 +203,19 @@ def refuse_another_model(params: PyTree, names: Sequence[str]) -> None:
         )
 
 
-def refuse_unusable_window(window: Any, state: TrainState, weight: Any = ...) -> None:
+def check_window(window: Any, state: TrainState, weight: Any = ...) -> None:
     """Raise `ValueError` unless `window` is None or an unused window of the parameters in `state`.
 
     Also raise it if only one of `weight` and the window has weights; `...` skips that check.
     """
     if window is None:
         return
-    if is_gone(first_array(window.grads.sum)):
+    if is_deleted(first_array(window.grads.sum)):
         raise ValueError(
             "`window` was given to a step before, which reuses its buffers (donate=True): go on "
             "with the window that `step.collect` returned last, or begin another with None."
         )
-    _refuse_other_parameters(window, state)
+    _check_window_shapes(window, state)
     if weight is not ... and (weight is None) != (window.weight is None):
         has = "none" if window.weight is None else "some"
         raise ValueError(
@@ -222,7 +224,7 @@ def refuse_unusable_window(window: Any, state: TrainState, weight: Any = ...) ->
         )
 
 
-def _refuse_other_parameters(window: GradientWindow, state: TrainState) -> None:
+def _check_window_shapes(window: GradientWindow, state: TrainState) -> None:
     """Raise `ValueError` if the window's sums do not have the shapes of the parameters."""
     if state.step.shape != window.count.shape:
         raise ValueError(
@@ -242,7 +244,7 @@ def _refuse_other_parameters(window: GradientWindow, state: TrainState) -> None:
             )
 
 
-def forget(window: GradientWindow) -> None:
+def delete_gradients(window: GradientWindow) -> None:
     """Delete the gradients of a window that an update has used.
 
     They cannot be donated, since no result of the update has their shapes. Their memory is freed
@@ -253,7 +255,7 @@ def forget(window: GradientWindow) -> None:
             x.delete()
 
 
-def is_gone(x: Any) -> bool:
+def is_deleted(x: Any) -> bool:
     """Return whether the buffer of an array was donated."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
@@ -271,7 +273,7 @@ def first_array(tree: PyTree) -> Any:
     return None
 
 
-def refuse_beyond(
+def check_state_sharding(
     axes: frozenset[str], state: TrainState, mesh: AnyMesh, axis_name: AxisName
 ) -> None:
     """Raise `ValueError` if state is sharded over axes inside a replica that are mapped.

@@ -13,12 +13,12 @@ from ...mesh import Shares, consensus, describe, replicate_as
 from ...tracing import state_types
 from ...tree import check_arrays
 from .._batches import HostBatch
-from .._train_state import StepExchange, TrainState, started
+from .._train_state import StepExchange, TrainState, initial_state
 from ._ahead import AheadMode, AheadStep
 from ._gradients import GradientWindow, Metrics, StepInputs
 from ._runner import Runner
 from ._settings import compare_settings
-from ._states import refuse_untrainable
+from ._states import check_trainable
 
 
 class TrainStep:
@@ -61,15 +61,15 @@ class TrainStep:
         dense = params.dense if has_tables else params
         # Both checks come before the forms, so that errors have the user's names of leaves.
         check_arrays("`params`", dense)
-        refuse_untrainable(dense)
+        check_trainable(dense)
         dense = parts.program.params_form(dense)
         params = params._replace(dense=dense) if has_tables else dense
         model_state = parts.program.model_state_form({} if model_state is None else model_state)
-        stacked = parts.stacked(params, seed, self.mesh)
+        stacked = parts.replicate_params(params, seed, self.mesh)
         if jax.process_count() > 1:
             types = state_types(parts.optimizer, parts.dense(stacked), **placement)
             compare_settings({"optimizer.init(params)": describe(types)})
-        gradients, optimizer = parts.first_optimizer_states(stacked, self.mesh)
+        gradients, optimizer = parts.init_optimizers(stacked, self.mesh)
         if opt_state is not None:
             one = jax.tree.structure(jax.tree.map(lambda x: 0, optimizer))
             if jax.tree.structure(opt_state) != one:
@@ -78,11 +78,11 @@ class TrainStep:
                     f"the parameters, {one}, got {jax.tree.structure(opt_state)}."
                 )
             optimizer = replicate_as("opt_state", opt_state, **placement)
-        exchange = StepExchange(*parts.first_exchange(stacked, self.mesh), gradients)
-        state = started(
+        exchange = StepExchange(*parts.init_exchange(stacked, self.mesh), gradients)
+        state = initial_state(
             stacked, optimizer, exchange, model_state=model_state, seed=seed, **placement
         )
-        return self._runner.made(state)
+        return self._runner.accept_initial_state(state)
 
     def placed(self, state: TrainState) -> TrainState:
         """Return a state where this step's states lie; types of arrays get their shardings.
@@ -93,11 +93,11 @@ class TrainStep:
 
         Communication: what is needed to move arrays.
         """
-        return self._runner.take(state, runs=False)
+        return self._runner.accept_state(state, runs=False)
 
     def phase(self, t: int) -> Phase:
         """Return the phase of update t = 1, 2, ...: the exchanges of `sync`; `()` without one."""
-        return self._runner.phases.of(t)
+        return self._runner.phases.at_update(t)
 
     def next_phase(self, state: TrainState, later: int = 0) -> Phase:
         """Return the phase of the update that `step(state, batch)` does, as a host value.
@@ -111,7 +111,7 @@ class TrainStep:
 
         Raise `ValueError` for several `js.sgp` in `optimizer`, each over leaves of its own.
         """
-        state = self._runner.take(state)
+        state = self._runner.accept_state(state)
         if self.sync is not None:
             return self.sync.shares(state.exchange)
         return shares_of_gossip(state.opt_state)
@@ -271,7 +271,7 @@ class TrainStep:
         Args:
           num_running: number of the last calls that are left out: neither checked nor waited for.
         """
-        self._runner.placing.refuse_counted(num_running)
+        self._runner.placer.check_counts(num_running)
 
     def place(
         self,
@@ -302,7 +302,7 @@ class TrainStep:
         Communication: host to device; between processes that of a call, which then has none.
         """
         if state is not None:
-            self._runner.take(state, updates=False, runs=False)
+            self._runner.accept_state(state, updates=False, runs=False)
         return self._runner.place(batch, weight, check_ids=check_ids)
 
     def evaluate(self, state: TrainState, batch: PyTree, weight: Any = None) -> Metrics:
@@ -374,4 +374,6 @@ class TrainStep:
         own programs are traced, so its first updates need not trace them again. A batch of arrays
         is as in a call, one of shapes is the whole batch, also with several processes.
         """
-        return self._runner.phases.by_name(lambda phase: self._runner.traced(state, batch, phase))
+        return self._runner.phases.trace_by_phase(
+            lambda phase: self._runner.trace_update(state, batch, phase)
+        )

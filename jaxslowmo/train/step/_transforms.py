@@ -54,7 +54,7 @@ def split_chain(
         if not is_transform and (transform is not None or name == "optimizer"):
             raise ValueError(f"`{name}` must be an optax transform, got {transform!r}.")
     if isinstance(gradients, ParameterTransform):
-        raise ValueError(_misplaced("a js.ParameterTransform"))
+        raise ValueError(_gradients_error("a js.ParameterTransform"))
     if not isinstance(optimizer, Chain):
         return gradients, optimizer, sync
     parts = list(optimizer.parts)
@@ -77,10 +77,10 @@ def split_chain(
             )
     if gradients is not None:
         first = [gradients, *first]
-    return _joined(first) if first else None, _joined(last), moving[0] if moving else sync
+    return _chain_parts(first) if first else None, _chain_parts(last), moving[0] if moving else sync
 
 
-def _joined(parts: list[Any]) -> optax.GradientTransformation:
+def _chain_parts(parts: list[Any]) -> optax.GradientTransformation:
     if not parts:
         return optax.identity()
     return parts[0] if len(parts) == 1 else chain(*parts)
@@ -93,16 +93,16 @@ def check_with_tables(gradients: optax.GradientTransformation | None) -> None:
     raise ValueError(
         "`gradients` with `embeddings` must be js.all_reduce_gradients(...), "
         "js.clip_by_global_norm(...), a js.chain of such, "
-        f"optax.identity() or None, got {_name_of(gradients)}, which would take row numbers of "
-        "tables for gradients, or not see them: put what shall act on dense parameters alone into "
-        "`optimizer`, and join several by js.chain."
+        f"optax.identity() or None, got {_transform_name(gradients)}, which would take row numbers "
+        "of tables for gradients, or not see them: put what shall act on dense parameters alone "
+        "into `optimizer`, and join several by js.chain."
     )
 
 
 def check_axes(transforms: Chained, mesh: AnyMesh, axis_name: AxisName) -> None:
     """Raise `ValueError` for axes that the mesh lacks, or a `sync` over no replica axis."""
     gradients, optimizer, sync = transforms
-    axes = {"gradients": _axes_of(gradients), "optimizer": _axes_of(optimizer)}
+    axes = {"gradients": _reduction_axes(gradients), "optimizer": _reduction_axes(optimizer)}
     if sync is not None:
         axes["sync"] = {*sync.algorithm.bound_axes}
     for argument, over in axes.items():
@@ -120,7 +120,7 @@ def check_axes(transforms: Chained, mesh: AnyMesh, axis_name: AxisName) -> None:
         )
 
 
-def _axes_of(transform: optax.GradientTransformation | None) -> set[str]:
+def _reduction_axes(transform: optax.GradientTransformation | None) -> set[str]:
     """Return the axes over which a transform declares that it reduces gradients."""
     return set() if transform is None else set(spec_of(transform).axes)
 
@@ -188,8 +188,8 @@ def check_transforms(
     if is_first:
         params = parts.dense(state.params)
         inside = tuple(a for a in parts.inner_axes if mesh.shape[a] > 1)
-        differing = frozenset(inside).difference(parts.lacking(gradients, inside))
-        leaves: PyTree = jax.tree.map(lambda _: differing, params)
+        varying = frozenset(inside).difference(parts.unreduced_axes(gradients, inside))
+        leaves: PyTree = jax.tree.map(lambda _: varying, params)
         for name, (tx, tx_state) in members.items():
             if not unknown[name] and not any(jax.tree.leaves(leaves)):
                 continue
@@ -197,7 +197,7 @@ def check_transforms(
                 *(tx, params, tx_state),
                 mesh=mesh,
                 axes=parts.mapped_axes,
-                differing=leaves,
+                varying=leaves,
                 extra=takes_extra(tx_state),
             )
             if facts is None:
@@ -207,9 +207,9 @@ def check_transforms(
             leaves = facts.updates
             if name == "optimizer":
                 changes = jax.tree.structure(facts.state) != jax.tree.structure(tx_state)
-        averaged = _axes_of(parts.gradients) | _axes_of(parts.optimizer)
+        averaged = _reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)
         needed = tuple(a for a in mesh.axis_names if a in averaged.union(inside))
-        _check_reduced(leaves, inside, needed)
+        _check_inner_reduction(leaves, inside, needed)
     _check_gradients_state(gradients)
     if parts_of(optimizer, DynamicLossScaleState):
         check_place(optimizer)
@@ -230,7 +230,7 @@ def check_transforms(
             "and `optimizer` holds the parameter transform that does: pass that one as `sync`, or "
             f'use model_state="local". {USE_CHAIN}'
         )
-    averages = (_axes_of(parts.gradients) | _axes_of(parts.optimizer)) & set(axes)
+    averages = (_reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)) & set(axes)
     exchanges = parts.independent or parts.sync is not None or moves or averages
     if num_replicas > 1 and not exchanges and not holds_state(unknown, "gradients"):
         axis = axes[0] if len(axes) == 1 else axes
@@ -247,13 +247,13 @@ def _check_facts(
     name: str, facts: UpdateFacts, axes: tuple[str, ...], inside: tuple[str, ...]
 ) -> None:
     """Raise `ValueError` for collectives that a step must know, and for results that differ."""
-    if names := sorted(facts.unnamed & set(axes)):
+    if names := sorted(facts.undeclared & set(axes)):
         raise ValueError(
             f"`{name}` holds a transform with collectives over {names} of which the step knows "
             f"nothing: wrap it as js.gradient_transform(tx, axes={tuple(names)!r}), and join it "
             "with others by js.chain."
         )
-    if wrong := _differing(facts.state, inside):
+    if wrong := _varying_leaves(facts.state, inside):
         raise ValueError(
             f"`{name}` keeps state that differs between the devices of a replica: {wrong}. A hook "
             "with error feedback that reduces over inner axes needs them all in `axis_name`; what "
@@ -261,12 +261,14 @@ def _check_facts(
         )
 
 
-def _check_reduced(updates: PyTree, inside: tuple[str, ...], needed: tuple[str, ...]) -> None:
+def _check_inner_reduction(
+    updates: PyTree, inside: tuple[str, ...], needed: tuple[str, ...]
+) -> None:
     """Raise `ValueError` for updates that differ between the devices of a replica.
 
     `needed` are the axes over which gradients are averaged now, and those in `inside`.
     """
-    if wrong := _differing(updates, inside):
+    if wrong := _varying_leaves(updates, inside):
         raise ValueError(
             f"`gradients` must average over the inner axes {inside} of the mesh, between whose "
             f"devices the batch is split; updates still differ there: {wrong}. Leave `gradients` "
@@ -274,7 +276,7 @@ def _check_reduced(updates: PyTree, inside: tuple[str, ...], needed: tuple[str, 
         )
 
 
-def _differing(axes: PyTree, inside: tuple[str, ...]) -> str:
+def _varying_leaves(axes: PyTree, inside: tuple[str, ...]) -> str:
     """Return the names of leaves that differ over axes inside a replica, with these axes."""
     over = [sorted(each.intersection(inside)) for each in jax.tree.leaves(axes)]
     if not any(over):
@@ -351,7 +353,7 @@ def check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
 
 def _check_gradients_state(state: PyTree) -> None:
     if holds_state(state, "parameters"):
-        raise ValueError(_misplaced("a chain that holds a parameter transform"))
+        raise ValueError(_gradients_error("a chain that holds a parameter transform"))
     if parts_of(state, DynamicLossScaleState):
         raise ValueError(
             "`gradients` must not hold a js.dynamic_loss_scale: the optimizer would take the zeros "
@@ -359,7 +361,7 @@ def _check_gradients_state(state: PyTree) -> None:
         )
 
 
-def _misplaced(what: str) -> str:
+def _gradients_error(what: str) -> str:
     return (
         "`gradients` must be a gradient transform such as js.all_reduce_gradients(...), got "
         f"{what}. It would take gradients for updates of parameters, and replicas would drift "
@@ -367,7 +369,7 @@ def _misplaced(what: str) -> str:
     )
 
 
-def _name_of(transform: Any) -> str:
+def _transform_name(transform: Any) -> str:
     """Return the name of the function that made a transform, such as "optax.chain"."""
     update: Any = getattr(transform, "update", None)
     if not hasattr(update, "__qualname__"):

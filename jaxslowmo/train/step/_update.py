@@ -38,28 +38,28 @@ from ._gradients import (
     Metrics,
     StepInputs,
     as_value,
-    joined,
-    kept_if_idle,
+    merge_metrics,
+    old_if_idle,
+    restore_statistics_if,
     statistics,
-    statistics_before_if,
     with_statistics,
 )
 from ._optimized import Averaging, Weights, accepted_arguments, optimizer_rate, run_optimizer
 from ._parts import Parts
 
 
-class Reduced(NamedTuple):
+class ReducedGradients(NamedTuple):
     """Averaged gradients, and values that were averaged in the same way."""
 
     grads: PyTree
     state: PyTree  # state of the gradient transform
     loss: jax.Array | None  # None if an unknown transform averaged the gradients
-    over: set[str]  # replica axes over which some update averages
+    axes: set[str]  # replica axes over which some update averages
     weights: Weights  # this replica's in what follows
-    share: jax.Array | None  # and in means of gradients and losses
+    loss_weight: jax.Array | None  # and in means of gradients and losses
 
 
-class Pending(NamedTuple):
+class PendingUpdate(NamedTuple):
     """An update before the exchange of parameters."""
 
     updates: PyTree
@@ -68,8 +68,8 @@ class Pending(NamedTuple):
     model_state: PyTree
     weight: jax.Array | None  # this replica's weight in its batch
     weights: Weights  # and in what follows
-    follows: jax.Array | None  # `Weights.follows`: a comparison of these, made where they are
-    takes: jax.Array | None  # () bool, whether this replica changes its own state; None: it does
+    is_follower: jax.Array | None  # `Weights.is_follower`, computed on the same devices
+    is_active: jax.Array | None  # () bool, whether this replica changes its state; None: yes
     rate: jax.Array | None  # learning rate that the optimizer used, if `sync` needs it
     step: jax.Array  # number of this update
 
@@ -78,9 +78,9 @@ class Pending(NamedTuple):
 class Update(Parts):
     """One update by the parts of a step, traced for one replica or one of its inner devices."""
 
-    def across(
+    def update_replicas(
         self,
-        mapped: Callable[..., Callable[..., Any]],
+        map_fn: Callable[..., Callable[..., Any]],
         mesh: AnyMesh | AbstractMesh,
         state: TrainState,
         inputs: StepInputs,
@@ -89,16 +89,16 @@ class Update(Parts):
         phase: Phase | None = None,
         **static: Any,
     ) -> tuple[TrainState, Metrics, Any]:
-        """Run one update of all replicas; see `prepared`, `exchanged`.
+        """Run one update of all replicas; see `prepare_update`, `exchange_params`.
 
         Args:
-          mapped: `mapped(fn, in_roles, out_roles)` maps a function of one replica over them.
+          map_fn: `map_fn(fn, in_roles, out_roles)` maps a function of one replica over them.
           mesh: the mesh of the step.
           state: the state.
           inputs: the inputs.
           roles: their roles.
           phase: what to exchange; with None the counter in the state decides.
-          **static: further arguments of `prepared`.
+          **static: further arguments of `prepare_update`.
 
         Returns:
           The new state, metrics, and what is carried to the next step.
@@ -106,14 +106,14 @@ class Update(Parts):
         shared = state.exchange.shared
 
         def prepare(state: TrainState, *inputs: Any) -> Any:
-            return self.prepared(state, StepInputs(*inputs), **static)
+            return self.prepare_update(state, StepInputs(*inputs), **static)
 
         def gather(state: TrainState, *inputs: Any) -> Any:
-            gradients, metrics = self.gathered(keyed(state), StepInputs(*inputs))
+            gradients, metrics = self.compute_gradients(with_update_key(state), StepInputs(*inputs))
             return gradients._replace(data=None), metrics  # the batches stay where they are
 
         def prepare_with(state: TrainState, gathered: Any, *inputs: Any) -> Any:
-            return self.prepared(state, StepInputs(*inputs), gathered=gathered, **static)
+            return self.prepare_update(state, StepInputs(*inputs), gathered=gathered, **static)
 
         local = state._replace(exchange=state.exchange._replace(shared=()))
         own = self.state_roles(local)
@@ -122,34 +122,36 @@ class Update(Parts):
         # One number for all replicas, by which conditionals decide.
         count = number_of_all(increment(state.step), **where)
         if self.map_with == "vmap":  # the loss alone needs it
-            found = mapped(gather, (own, *roles), "stacked", "vmap")(local, *inputs)
+            gradients = map_fn(gather, (own, *roles), "stacked", "vmap")(local, *inputs)
             given = (own, "stacked", *roles)
-            pending, metrics, extra = mapped(prepare_with, given, out)(local, found, *inputs)
+            pending, metrics, extra = map_fn(prepare_with, given, out)(local, gradients, *inputs)
         else:
-            pending, metrics, extra = mapped(prepare, (own, *roles), out)(local, *inputs)
+            pending, metrics, extra = map_fn(prepare, (own, *roles), out)(local, *inputs)
 
         def exchange(replicas: StackedReplicas, own: Any, shared: PyTree) -> Any:
             state, pending = own
-            return self.exchanged(state, shared, pending, count, phase, replicas)
+            return self.exchange_params(state, shared, pending, count, phase, replicas)
 
         new, shared = over_stacked(exchange, (local, pending), shared, **where)
         new = new._replace(exchange=new.exchange._replace(shared=shared))
-        return self.completed(mapped, local, new, inputs, metrics, extra, count, phase, **static)
+        return self.finish_update(
+            map_fn, local, new, inputs, metrics, extra, count, phase, **static
+        )
 
-    extra_roles: ClassVar[str] = "stacked"  # of what `prepared` leaves to `completed`
+    extra_roles: ClassVar[str] = "stacked"  # of what `prepare_update` leaves to `finish_update`
 
     @property
     def pending_roles(self) -> Roles:
-        """The roles of the first result of `prepared`."""
+        """The roles of the first result of `prepare_update`."""
         return "stacked"
 
-    def gathered(self, state: TrainState, inputs: StepInputs) -> tuple[Gradients, Metrics]:
-        """Return the gradients of an update; see `BatchGradients.gathered`."""
-        return self.batches.gathered(state, inputs)
+    def compute_gradients(self, state: TrainState, inputs: StepInputs) -> tuple[Gradients, Metrics]:
+        """Return the gradients of an update; see `BatchGradients.compute_gradients`."""
+        return self.batches.compute_gradients(state, inputs)
 
-    def prepared(
+    def prepare_update(
         self, state: TrainState, inputs: StepInputs, *, like: Any = None, gathered: Any = None
-    ) -> tuple[Pending, Metrics, Any]:
+    ) -> tuple[PendingUpdate, Metrics, Any]:
         """Make one update of a replica up to the exchange of parameters.
 
         With a batch, with a window of gradients, or with both. A replica of weight 0 keeps its
@@ -158,18 +160,22 @@ class Update(Parts):
         those of the batch.
 
         `like`, for a window alone, is the types of one device's part of a batch; `gathered` is what
-        `gathered` has returned, if it ran before. The third result is what `completed` needs:
-        nothing.
+        `compute_gradients` has returned, if it ran before. The third result is what
+        `finish_update` needs: nothing.
         """
-        now = keyed(state)
-        gradients, metrics = gathered or self.gathered(now, inputs)
-        reduced = self.reduced(now, gradients, inputs.batch if like is None else like)
-        pending = self.optimized(now, reduced, gradients)
-        return pending, joined(metrics, scale_metrics(state.opt_state, pending.optimizer_state)), ()
+        keyed = with_update_key(state)
+        gradients, metrics = gathered or self.compute_gradients(keyed, inputs)
+        reduced = self.reduce_gradients(keyed, gradients, inputs.batch if like is None else like)
+        pending = self.compute_update(keyed, reduced, gradients)
+        return (
+            pending,
+            merge_metrics(metrics, scale_metrics(state.opt_state, pending.optimizer_state)),
+            (),
+        )
 
-    def completed(
+    def finish_update(
         self,
-        mapped: Any,
+        map_fn: Any,
         old: TrainState,
         new: TrainState,
         inputs: StepInputs,
@@ -180,50 +186,55 @@ class Update(Parts):
         **static: Any,
     ) -> tuple[TrainState, Metrics, Any]:
         """Return new state, metrics, and what is carried to the next step: nothing."""
-        del mapped, old, inputs, extra, count, phase, static
+        del map_fn, old, inputs, extra, count, phase, static
         return new, metrics, None
 
-    def reduced(self, state: TrainState, gathered: Gradients, like: PyTree) -> Reduced:
+    def reduce_gradients(
+        self, state: TrainState, gathered: Gradients, like: PyTree
+    ) -> ReducedGradients:
         """Average gradients and the loss; `like` is this device's part of a batch, or its types."""
-        before, specs, lacking = (
+        before, specs, axes = (
             state.exchange.gradients,
             self.param_specs,
-            self.lacking(state.exchange.gradients),
+            self.unreduced_axes(state.exchange.gradients),
         )
         loss: jax.Array | None = as_value(gathered.metrics["loss"])
-        order, (weight, share) = self.order(state, like), self.shares(gathered, lacking)
-        grads, after = self.means_inside(gathered, lacking, order), before
-        averaging = Averaging.of(self.gradients, before, self.axis_name)
+        order, (weight, loss_weight) = (
+            self.ready_order_fn(state, like),
+            self.gradient_weights(gathered, axes),
+        )
+        grads, after = self.average_inner_axes(gathered, axes, order), before
+        averaging = Averaging.from_transform(self.gradients, before, self.axis_name)
         if self.gradients is not None:
             given = {"weight": weight, "ready_order": order, "param_specs": specs}
             arguments = accepted_arguments(spec_of(self.gradients), before, **given)
             update: Any = partial(self.gradients.update, **arguments)
             if parts_of(state.opt_state, DynamicLossScaleState):
-                update = unless_overflow(update, {*averaging.over, *self.inner_axes}, weight)
+                update = unless_overflow(update, {*averaging.axes, *self.inner_axes}, weight)
             grads, after = update(grads, before, state.params)
-        loss = None if averaging.hides else averaging.mean(loss, share)
-        weights = Weights(gathered.weight, gathered.weight).after(averaging)
+        loss = None if averaging.has_unknown else averaging.mean(loss, loss_weight)
+        weights = Weights(gathered.weight, gathered.weight).after_averaging(averaging)
         if gathered.loss_weight is None:
-            share = weights.update
+            loss_weight = weights.update
         elif averaging.reductions:
-            share = Weights(share, share).after(averaging).update
-        return Reduced(grads, after, loss, averaging.over, weights, share)
+            loss_weight = Weights(loss_weight, loss_weight).after_averaging(averaging).update
+        return ReducedGradients(grads, after, loss, averaging.axes, weights, loss_weight)
 
-    def optimized(
+    def compute_update(
         self,
         state: TrainState,
-        reduced: Reduced,
+        reduced: ReducedGradients,
         gathered: Gradients,
         finite: jax.Array | None = None,
-    ) -> Pending:
+    ) -> PendingUpdate:
         """Run the optimizer. An update that a loss scale skips keeps the model's statistics.
 
         `finite` says whether what the optimizer is not given, rows of tables, is finite.
         """
-        before, weight, value = state.opt_state, reduced.share, reduced.loss
-        averaging = Averaging.of(self.optimizer, before, self.axis_name)
-        averaged = averaging.over | reduced.over
-        if averaging.hides and not averaged.isdisjoint(axis_names(self.axis_name)):
+        before, weight, value = state.opt_state, reduced.loss_weight, reduced.loss
+        averaging = Averaging.from_transform(self.optimizer, before, self.axis_name)
+        averaged = averaging.axes | reduced.axes
+        if averaging.has_unknown and not averaged.isdisjoint(axis_names(self.axis_name)):
             value = None
         with jax.named_scope("optimizer"):
             updates, after = run_optimizer(
@@ -232,7 +243,7 @@ class Update(Parts):
                 before,
                 state.params,
                 value=None if value is None else averaging.mean(value, weight),
-                averaged=self.over(averaged),
+                averaged=self.reduction_axes(averaged),
                 loss_at=self.batches.loss_at,
                 data=gathered.data,
                 weight=weight,
@@ -241,35 +252,35 @@ class Update(Parts):
             )
         wants_rate = self.sync is not None and self.sync.algorithm.needs_rate
         rate = optimizer_rate(after) if wants_rate else None
-        weights = reduced.weights.after(averaging)
+        weights = reduced.weights.after_averaging(averaging)
         # Where nothing makes replicas agree, an idle one cannot follow others.
-        alone = self.never_meets(reduced.over, before)
+        alone = self.never_syncs(reduced.axes, before)
         own_weight = weights.update if alone or self.sync is not None else None
         if own_weight is not None:
-            after = kept_if_idle(own_weight, after, before)
+            after = old_if_idle(own_weight, after, before)
         if alone:
             updates = unless_idle(updates, own_weight)
         model_state, skipped = gathered.model_state, was_skipped(before, after)
         if skipped is not None:
-            model_state = statistics_before_if(skipped, model_state, state.model_state)
-        return Pending(
+            model_state = restore_statistics_if(skipped, model_state, state.model_state)
+        return PendingUpdate(
             updates=updates,
             gradients_state=reduced.state,
             optimizer_state=after,
             model_state=model_state,
             weight=gathered.weight,
             weights=weights,
-            follows=weights.follows,
-            takes=None if own_weight is None else own_weight > 0,
+            is_follower=weights.is_follower,
+            is_active=None if own_weight is None else own_weight > 0,
             rate=rate,
             step=increment(state.step),
         )
 
-    def exchanged(
+    def exchange_params(
         self,
         state: TrainState,
         shared: PyTree,
-        update: Pending,
+        update: PendingUpdate,
         count: jax.Array,
         phase: Phase | None,
         stacked: StackedReplicas,
@@ -288,10 +299,10 @@ class Update(Parts):
                     model_state = with_statistics(model_state, means)
         else:
             extra = {"weight": update.weights.exchange, "learning_rate": update.rate}
-            if update.follows is not None:
+            if update.is_follower is not None:
                 # An exchange leaves out the update of a replica without weight, so it comes before.
-                params = as_before_if(~update.follows, apply_exactly(params, updates), params)
-                updates = zero_if(update.follows, updates)
+                params = as_before_if(~update.is_follower, apply_exactly(params, updates), params)
+                updates = zero_if(update.is_follower, updates)
             params, means, after, optimizer_state = self.sync.exchange(
                 updates,
                 statistics(model_state) if averages else [],
@@ -320,27 +331,29 @@ class Update(Parts):
 
     # The other programs of a step.
 
-    def opened(self, state: TrainState, inputs: StepInputs, *, num_batches: int) -> GradientWindow:
-        """Return an empty window for the next update; see `BatchGradients.opened`."""
-        return self.batches.opened(keyed(state), inputs, num_batches=num_batches)
+    def open_window(
+        self, state: TrainState, inputs: StepInputs, *, num_batches: int
+    ) -> GradientWindow:
+        """Return an empty window for the next update; see `BatchGradients.open_window`."""
+        return self.batches.open_window(with_update_key(state), inputs, num_batches=num_batches)
 
-    def collected(
+    def collect(
         self, state: TrainState, inputs: StepInputs, *, fits: bool
     ) -> tuple[GradientWindow, Metrics, None]:
-        """Add a batch to a window; see `BatchGradients.collected`. Nothing is carried on."""
-        return *self.batches.collected(keyed(state), inputs, fits=fits), None
+        """Add a batch to a window; see `BatchGradients.collect`. Nothing is carried on."""
+        return *self.batches.collect(with_update_key(state), inputs, fits=fits), None
 
-    def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
-        """Return the metrics of a forward pass; see `BatchGradients.evaluated`."""
-        return self.batches.evaluated(keyed(state), inputs)
+    def evaluate(self, state: TrainState, inputs: StepInputs) -> Metrics:
+        """Return the metrics of a forward pass; see `BatchGradients.evaluate`."""
+        return self.batches.evaluate(with_update_key(state), inputs)
 
     def arguments(self, state: TrainState, inputs: StepInputs, **static: Any) -> Any:
         """Return what a loss function that is dispatched receives; see `DispatchedGradients`."""
         batches: Any = self.batches
-        return batches.arguments(keyed(state), inputs, **static)
+        return batches.arguments(with_update_key(state), inputs, **static)
 
 
-def keyed(state: TrainState) -> TrainState:
+def with_update_key(state: TrainState) -> TrainState:
     """Return `state` with the key of its next update, which only a loss that draws computes."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.rng), state.step)
     return state._replace(rng=jax.random.key_data(key))

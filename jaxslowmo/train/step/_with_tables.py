@@ -51,16 +51,16 @@ from ._gradients import (
     LossData,
     Metrics,
     StepInputs,
-    joined,
-    statistics_before_if,
+    merge_metrics,
+    restore_statistics_if,
 )
 from ._optimized import Averaging
 from ._parts import Layout
 from ._transforms import check_optimizer_with_tables
-from ._update import Pending, Reduced, Update, keyed
+from ._update import PendingUpdate, ReducedGradients, Update, with_update_key
 
 
-class Done(NamedTuple):
+class PendingWithTables(NamedTuple):
     """The results of an update before the exchange of parameters.
 
     Attributes:
@@ -69,12 +69,12 @@ class Done(NamedTuple):
       tables_state: its part of the state of their optimizer.
     """
 
-    pending: Pending
+    pending: PendingUpdate
     tables: PyTree
     tables_state: PyTree
 
 
-class Requested(NamedTuple):
+class RequestedBatch(NamedTuple):
     """A device's part of a batch and the rows that it requested.
 
     Attributes:
@@ -93,7 +93,7 @@ class Requested(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class TableBatches(BatchGradients):
-    """The loss function of batches that come as `Requested`, with the rows that they need.
+    """The loss function of batches that come as `RequestedBatch`, with the rows that they need.
 
     Attributes:
       embeddings: the tables.
@@ -101,22 +101,22 @@ class TableBatches(BatchGradients):
 
     embeddings: Embeddings
 
-    def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
-        """Return the metrics of a replica's batch; see `BatchGradients.evaluated`."""
-        seen, _ = self._pooled(inputs.batch, state.params)
-        metrics = super().evaluated(state, inputs._replace(batch=seen))
-        return joined(metrics, inputs.batch.counts)
+    def evaluate(self, state: TrainState, inputs: StepInputs) -> Metrics:
+        """Return the metrics of a replica's batch; see `BatchGradients.evaluate`."""
+        batch, _ = self._pool(inputs.batch, state.params)
+        metrics = super().evaluate(state, inputs._replace(batch=batch))
+        return merge_metrics(metrics, inputs.batch.counts)
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...]:
         """Return the order in which gradients of dense leaves are ready."""
 
-        def seen(batch: PyTree, params: PyTree) -> WithVectors:
-            return self._pooled(batch, params)[0]
+        def pooled_batch(batch: PyTree, params: PyTree) -> WithVectors:
+            return self._pool(batch, params)[0]
 
-        return super().ready_order(state, jax.eval_shape(seen, batch, state.params))
+        return super().ready_order(state, jax.eval_shape(pooled_batch, batch, state.params))
 
-    def _pooled(
-        self, requested: Requested, params: PyTree
+    def _pool(
+        self, requested: RequestedBatch, params: PyTree
     ) -> tuple[WithVectors, Callable[[PyTree], tuple[PyTree, PyTree]]]:
         """Return a batch with its pooled vectors, and the function that pulls back their gradients.
 
@@ -126,13 +126,15 @@ class TableBatches(BatchGradients):
         embedded, pull = jax.vjp(lambda x, p: pool(x, params=p), requested.vectors, params)
         return WithVectors(requested.batch, embedded), pull
 
-    def _of_batch(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
-        requested, key, seen = data
+    def _batch_gradients(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
+        requested, key, model_state = data
         embeddings = self.embeddings
 
-        def compute(requested: Requested, params: PyTree, key: Any, seen: PyTree) -> Any:
-            batch, pull = self._pooled(requested, params)
-            results, grads, of_embedded = self.differentiated(state, params, batch, key, seen)
+        def compute(
+            requested: RequestedBatch, params: PyTree, key: Any, model_state: PyTree
+        ) -> Any:
+            batch, pull = self._pool(requested, params)
+            results, grads, of_embedded = self.differentiate(state, params, batch, key, model_state)
             of_vectors, of_dense = pull(of_embedded)
             # Position weights are dense parameters that are used before the loss.
             grads = jax.tree.map(lambda g, more: g + more, grads, of_dense)
@@ -140,9 +142,9 @@ class TableBatches(BatchGradients):
 
         source = next(iter(requested.vectors.values()))
         results, grads, of_vectors, batch = isolated(
-            compute, source, requested, state.params, key, seen
+            compute, source, requested, state.params, key, model_state
         )
-        metrics, model_state = results
+        metrics, new_model_state = results
         if "loss_weight" in metrics:
             raise ValueError(
                 "`loss_fn` of a step with `embeddings` must return a loss, the mean over the "
@@ -152,10 +154,10 @@ class TableBatches(BatchGradients):
         # The loss of a replica is the mean of its devices' losses.
         scaled = jax.tree.map(lambda g: g / devices, of_vectors)
         rows = embeddings.send_back(scaled, requested.requests)
-        metrics = self._of_replica(metrics, weight)
+        metrics = self._replica_metrics(metrics, weight)
         refused = embeddings.num_refused(requested.counts)
-        data = LossData(batch, key, seen)
-        return Gradients(grads, metrics, model_state, weight, data, rows, refused)
+        data = LossData(batch, key, model_state)
+        return Gradients(grads, metrics, new_model_state, weight, data, rows, refused)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +170,7 @@ class UpdateWithTables(Update):
     embeddings: Embeddings
 
     @classmethod
-    def of(cls, update: Update, embeddings: Embeddings) -> Self:
+    def from_dense_update(cls, update: Update, embeddings: Embeddings) -> Self:
         """Return an update of tables, too, from one of dense parameters."""
 
         def loss(params: PyTree, batch: WithVectors, **context: Any) -> Any:
@@ -184,25 +186,27 @@ class UpdateWithTables(Update):
 
     @property
     def pending_roles(self) -> Roles:
-        """The roles of the first result of `prepared`."""
-        return Done._make(("stacked", self.embeddings.specs, self.embeddings.optimizer_specs))
+        """The roles of the first result of `prepare_update`."""
+        return PendingWithTables._make(
+            ("stacked", self.embeddings.specs, self.embeddings.optimizer_specs)
+        )
 
-    def prepared(
+    def prepare_update(
         self, state: TrainState, inputs: StepInputs, *, like: Any = None, ahead: Ahead
-    ) -> tuple[Done, Metrics, Any]:
-        """Make one update of dense parameters and tables; see `Update.prepared`.
+    ) -> tuple[PendingWithTables, Metrics, Any]:
+        """Make one update of dense parameters and tables; see `Update.prepare_update`.
 
         The third result is the request of the next batch, and the rows that have changed.
         """
-        dense, counts = keyed(dense_state(state)), Metrics()
+        dense, counts = with_update_key(dense_state(state)), Metrics()
         if inputs.batch is None:
-            seen = jax.eval_shape(self._requested, state, StepInputs(like)).batch
+            batch = jax.eval_shape(self._request_rows, state, StepInputs(like)).batch
         else:
-            inputs = self._requested(state, inputs)
-            seen, counts = inputs.batch, inputs.batch.counts
-        following, read = self._following(state, inputs.upcoming, ahead)
-        gathered, metrics = self.batches.gathered(dense, inputs)
-        reduced = self.reduced(dense, gathered, seen)
+            inputs = self._request_rows(state, inputs)
+            batch, counts = inputs.batch, inputs.batch.counts
+        lookup, read = self._start_lookup(state, inputs.upcoming, ahead)
+        gathered, metrics = self.batches.compute_gradients(dense, inputs)
+        reduced = self.reduce_gradients(dense, gathered, batch)
         pending, active = self._dense_update(dense, reduced, gathered)
         # Without a dependency XLA may order the update before the reads, and copies the whole table
         # so that they see the old values. (An optimization barrier is not enough: jax 0.10 removes
@@ -216,12 +220,12 @@ class UpdateWithTables(Update):
             )
         changed = {name: g.rows for name, g in rows.items()}
         scales = scale_metrics(dense.opt_state, pending.optimizer_state)
-        done = Done(pending, tables, tables_state)
-        return done, joined(joined(metrics, counts), scales), (following, changed)
+        update = PendingWithTables(pending, tables, tables_state)
+        return update, merge_metrics(merge_metrics(metrics, counts), scales), (lookup, changed)
 
-    def completed(
+    def finish_update(
         self,
-        mapped: Any,
+        map_fn: Any,
         old: TrainState,
         new: TrainState,
         inputs: StepInputs,
@@ -235,66 +239,68 @@ class UpdateWithTables(Update):
     ) -> tuple[TrainState, Metrics, Carry | None]:
         """Return new state, metrics, and the request of the next batch, of which rows moved."""
         del old, like
-        following, changed = extra
-        if following is None or not ahead.patches:
-            return new, metrics, following
+        lookup, changed = extra
+        if lookup is None or not ahead.patches:
+            return new, metrics, lookup
         moves: Any = self.sync is not None and phase != ()
         if self.sync is not None and phase is None:
             moves = self.sync.due(count)
 
-        def patch(tables: PyTree, following: Carry, changed: Any, moves: Any, weight: Any) -> Any:
+        def patch(tables: PyTree, lookup: Carry, changed: Any, moves: Any, weight: Any) -> Any:
             layout, where = self.embeddings.layout(), {"room": ahead.room, "everything": moves}
-            vectors, resent = patched_rows(layout, tables, *following, changed, **where)
+            vectors, resent = patched_rows(layout, tables, *lookup, changed, **where)
             counts = {
                 f"{PREFIX}{name}/resent": sum_over(n, self.inner_axes) for name, n in resent.items()
             }
-            return following._replace(vectors=vectors), unless_idle(counts, weight)
+            return lookup._replace(vectors=vectors), unless_idle(counts, weight)
 
         roles = self.embeddings.specs, "device", "device", "shared", "stacked"
-        given = new.params.tables, following, changed, moves, inputs.weight
-        following, resent = mapped(patch, roles, ("device", "stacked"))(*given)
-        return new, {**metrics, **resent}, following
+        given = new.params.tables, lookup, changed, moves, inputs.weight
+        lookup, resent = map_fn(patch, roles, ("device", "stacked"))(*given)
+        return new, {**metrics, **resent}, lookup
 
-    def opened(self, state: TrainState, inputs: StepInputs, *, num_batches: int) -> GradientWindow:
+    def open_window(
+        self, state: TrainState, inputs: StepInputs, *, num_batches: int
+    ) -> GradientWindow:
         """Return an empty window with room for the rows of so many batches."""
-        inputs = self._requested(state, inputs)
-        return super().opened(dense_state(state), inputs, num_batches=num_batches)
+        inputs = self._request_rows(state, inputs)
+        return super().open_window(dense_state(state), inputs, num_batches=num_batches)
 
-    def collected(
+    def collect(
         self, state: TrainState, inputs: StepInputs, *, fits: bool, ahead: Ahead
     ) -> tuple[GradientWindow, Metrics, Carry | None]:
         """Add a batch to a window. No row changes, so none is sent again for the next batch."""
-        inputs = self._requested(state, inputs)
-        following, _ = self._following(state, inputs.upcoming, ahead)
-        window, metrics, _ = super().collected(dense_state(state), inputs, fits=fits)
-        return window, joined(metrics, inputs.batch.counts), following
+        inputs = self._request_rows(state, inputs)
+        lookup, _ = self._start_lookup(state, inputs.upcoming, ahead)
+        window, metrics, _ = super().collect(dense_state(state), inputs, fits=fits)
+        return window, merge_metrics(metrics, inputs.batch.counts), lookup
 
-    def evaluated(self, state: TrainState, inputs: StepInputs) -> Metrics:
+    def evaluate(self, state: TrainState, inputs: StepInputs) -> Metrics:
         """Return the metrics of a forward pass."""
-        return super().evaluated(dense_state(state), self._requested(state, inputs))
+        return super().evaluate(dense_state(state), self._request_rows(state, inputs))
 
-    def asked(self, state: TrainState, inputs: StepInputs, *, ahead: Ahead) -> Carry | None:
+    def start_lookup(self, state: TrainState, inputs: StepInputs, *, ahead: Ahead) -> Carry | None:
         """Start the lookup of a batch without a step; of a carry, read its rows in this state."""
-        return self._following(state, inputs.batch, ahead, inputs.carry)[0]
+        return self._start_lookup(state, inputs.batch, ahead, inputs.carry)[0]
 
     # Rows.
 
-    def _requested(self, state: TrainState, inputs: StepInputs) -> StepInputs:
-        """Return the inputs with a `Requested` as the batch.
+    def _request_rows(self, state: TrainState, inputs: StepInputs) -> StepInputs:
+        """Return the inputs with a `RequestedBatch` as the batch.
 
-        Communication: that of `_following`, unless an earlier step has done it already, and one
+        Communication: that of `_start_lookup`, unless an earlier step has done it already, and one
           all-reduce of the counts inside a replica.
         """
         carry = inputs.carry
         if carry is None or carry.vectors is None:
-            carry, _ = self._following(state, inputs.batch, Ahead(vectors=True), carry)
+            carry, _ = self._start_lookup(state, inputs.batch, Ahead(vectors=True), carry)
         assert carry is not None, "there is a batch"
         metrics = self.embeddings.metrics(carry.requests)
         counts = {name: sum_over(count, self.inner_axes) for name, count in metrics.items()}
-        batch = Requested(inputs.batch, *carry, unless_idle(counts, inputs.weight))
+        batch = RequestedBatch(inputs.batch, *carry, unless_idle(counts, inputs.weight))
         return inputs._replace(batch=batch)
 
-    def _following(
+    def _start_lookup(
         self, state: TrainState, batch: PyTree, ahead: Ahead, carry: Carry | None = None
     ) -> tuple[Carry | None, PyTree]:
         """Return the request of a batch, None without one, and the rows read for it.
@@ -316,27 +322,29 @@ class UpdateWithTables(Update):
 
     # What tables add to its parts.
 
-    def means_inside(
+    def average_inner_axes(
         self, gathered: Gradients, axes: tuple[str, ...], order: ReadyOrder | None
     ) -> WithRows:
         """Return the gradients with those of rows, averaged over axes inside a replica."""
-        dense = super().means_inside(gathered, axes, order)
+        dense = super().average_inner_axes(gathered, axes, order)
         # Devices along other inner axes have other examples, but the same rows.
         others = tuple(n for n in self.inner_axes if n != self.embeddings.axis_name)
         over = () if self.embeddings.axis_name is None else (self.embeddings.axis_name,)
         return WithRows(dense, mean_rows(gathered.rows, others), self.inner_axes, over)
 
-    def lacking(self, state: PyTree, inner_axes: tuple[str, ...] | None = None) -> tuple[str, ...]:
+    def unreduced_axes(
+        self, state: PyTree, inner_axes: tuple[str, ...] | None = None
+    ) -> tuple[str, ...]:
         """Return the inner axes over which the step must average dense gradients."""
-        lacking, axis = super().lacking(state, inner_axes), self.embeddings.axis_name
-        if self.gradients is None or lacking or axis is None:
-            return lacking
+        axes, axis = super().unreduced_axes(state, inner_axes), self.embeddings.axis_name
+        if self.gradients is None or axes or axis is None:
+            return axes
         # A transform may reduce over the replicas only, and leave the axis of the tables.
         return () if axis in spec_of(self.gradients).axes else (axis,)
 
     def _dense_update(
-        self, state: TrainState, reduced: Reduced, gathered: Gradients
-    ) -> tuple[Pending, jax.Array]:
+        self, state: TrainState, reduced: ReducedGradients, gathered: Gradients
+    ) -> tuple[PendingUpdate, jax.Array]:
         """Return the update of dense parameters, and whether rows are updated, () bool.
 
         An update whose batch has ids that are in no table changes nothing: its results are NaN.
@@ -344,36 +352,38 @@ class UpdateWithTables(Update):
         grads, before, finite = reduced.grads, state.opt_state, None
         if parts_of(before, DynamicLossScaleState):
             finite = ~anywhere(~all_finite(grads.rows), self.inner_axes, None)
-        pending = self.optimized(state, reduced._replace(grads=grads.dense), gathered, finite)
-        refused = self._refused(state, gathered)
+        pending = self.compute_update(state, reduced._replace(grads=grads.dense), gathered, finite)
+        refused = self._has_wrong_ids(state, gathered)
         skipped = was_skipped(before, pending.optimizer_state)
         skipped = refused if skipped is None else refused | skipped
         pending = pending._replace(
             updates=zero_if(refused, pending.updates),
             optimizer_state=as_before_if(refused, pending.optimizer_state, before),
             # Counters must count this update, since they decide when gradients are exchanged.
-            gradients_state=statistics_before_if(
+            gradients_state=restore_statistics_if(
                 refused, pending.gradients_state, state.exchange.gradients
             ),
-            model_state=statistics_before_if(refused, pending.model_state, state.model_state),
+            model_state=restore_statistics_if(refused, pending.model_state, state.model_state),
         )
-        return pending, ~skipped if pending.takes is None else pending.takes & ~skipped
+        return pending, ~skipped if pending.is_active is None else pending.is_active & ~skipped
 
-    def _refused(self, state: TrainState, gathered: Gradients) -> jax.Array:
+    def _has_wrong_ids(self, state: TrainState, gathered: Gradients) -> jax.Array:
         """Return whether a batch of this update has wrong ids, () bool.
 
         If one replica refuses, the mean of gradients is useless on all.
         """
-        assert gathered.refused is not None, "a `Requested` counts them"
-        share = (gathered.refused > 0).astype(gathered.metrics["loss"].dtype)
-        averaging = Averaging.of(self.gradients, state.exchange.gradients, self.axis_name)
-        return averaging.mean(share, None) > 0
+        assert gathered.refused is not None, "a `RequestedBatch` counts them"
+        fraction = (gathered.refused > 0).astype(gathered.metrics["loss"].dtype)
+        averaging = Averaging.from_transform(
+            self.gradients, state.exchange.gradients, self.axis_name
+        )
+        return averaging.mean(fraction, None) > 0
 
-    def exchanged(
+    def exchange_params(
         self,
         state: TrainState,
         shared: PyTree,
-        update: Done,
+        update: PendingWithTables,
         count: jax.Array,
         phase: Phase | None,
         stacked: StackedReplicas,
@@ -386,19 +396,19 @@ class UpdateWithTables(Update):
         state = state._replace(params=WithTables(state.params.dense, tables))
         updates = WithTables(pending.updates, jax.tree.map(lambda _: None, tables))
         pending = pending._replace(updates=updates)
-        new, shared = super().exchanged(state, shared, pending, count, phase, stacked)
+        new, shared = super().exchange_params(state, shared, pending, count, phase, stacked)
         return new._replace(opt_state=WithTables(new.opt_state, tables_state)), shared
 
     # The states of its parts, and their layout.
 
-    def seen_by_loss(self, params: PyTree, share: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the types of what the loss function receives; see `Parts.seen_by_loss`."""
+    def loss_input_types(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the types of what the loss function receives; see `Parts.loss_input_types`."""
 
         def look_up(params: WithTables, batch: PyTree) -> PyTree:
             bags = self.embeddings.bags_of(batch)
             return self.embeddings.reference(params.tables, bags, params.dense)
 
-        return params.dense, WithVectors(share, jax.eval_shape(look_up, params, share))
+        return params.dense, WithVectors(batch, jax.eval_shape(look_up, params, batch))
 
     def dense(self, tree: PyTree) -> PyTree:
         """Return the part of a tree for the dense parameters; other values are returned as is."""
@@ -416,18 +426,18 @@ class UpdateWithTables(Update):
             return roles
         return roles._replace(opt_state=WithTables("stacked", self.embeddings.optimizer_specs))
 
-    def first_optimizer_states(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
+    def init_optimizers(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
         """Return the first states of gradient transform and optimizers."""
-        gradients, optimizer = super().first_optimizer_states(stacked.dense, mesh)
+        gradients, optimizer = super().init_optimizers(stacked.dense, mesh)
         where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
         tables = stacked_table_state(self.embeddings, stacked.tables, **where)
         return gradients, WithTables(optimizer, tables)
 
-    def stacked(self, params: PyTree, seed: int, mesh: AnyMesh) -> WithTables:
+    def replicate_params(self, params: PyTree, seed: int, mesh: AnyMesh) -> WithTables:
         """Return dense parameters and tables of all replicas; tables that are not given are new."""
         dense, tables = params if isinstance(params, WithTables) else (params, None)
         where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
-        dense = super().stacked(dense, seed, mesh)
+        dense = super().replicate_params(dense, seed, mesh)
         return WithTables(dense, stacked_tables(self.embeddings, tables, seed, **where))
 
     @property
@@ -452,9 +462,9 @@ class UpdateWithTables(Update):
             axes=layout.axes | own, specs=WithTables(dense, self.embeddings.specs)
         )
 
-    def laid_out(self, layout: Layout) -> Self:
+    def with_layout(self, layout: Layout) -> Self:
         """Return this update for a layout."""
-        new = super().laid_out(layout)
+        new = super().with_layout(layout)
         return dataclasses.replace(new, param_specs=self.dense(layout.specs))
 
 

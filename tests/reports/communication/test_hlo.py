@@ -13,7 +13,7 @@ from jaxslowmo.reports.communication._collectives import (
     read_collectives,
     wire_bytes,
 )
-from jaxslowmo.reports.communication._hlo_text import Computation, parse_module, scope_of, shapes
+from jaxslowmo.reports.communication._hlo_text import Computation, parse_module, parse_scope, shapes
 from jaxslowmo.reports.communication._mesh_axes import parse_groups
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
@@ -98,7 +98,7 @@ def test_groups_in_mesh_form_with_device_ids_survive_the_comma():
     assert parsed.operands == ["a", "b"]
     of_line = parse_groups(parsed.attributes.partition("replica_groups=")[2])
     assert of_line == parse_groups(groups) == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert scope_of(parsed.attributes) == 'jit(f)/mul, \\"q, {'
+    assert parse_scope(parsed.attributes) == 'jit(f)/mul, \\"q, {'
 
 
 # Printers write an asynchronous X with the suffixes -start, -update and -done, and all that X has.

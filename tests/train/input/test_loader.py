@@ -150,7 +150,7 @@ FILLED = {
 @pytest.mark.parametrize("name", FILLED)
 def test_a_batch_that_waits_shares_no_memory(name):
     leaf = copy.copy(FILLED[name]) if name != "view" else FILLED[name]
-    loaded = _loader.shared(iter([{"x": leaf}])).take(waits=True).batch["x"]
+    loaded = _loader.shared_iterator(iter([{"x": leaf}])).take(waits=True).batch["x"]
     before = [str(x) for x in loaded]
     if name == "masked":
         leaf.mask[0] = True
@@ -161,7 +161,7 @@ def test_a_batch_that_waits_shares_no_memory(name):
 
 def test_what_cannot_change_is_not_copied():
     leaves = [jnp.ones(3), np.float32(1), 1.0, "text", b"bytes", threading.Lock()]
-    loaded = _loader.shared(iter([leaves])).take(waits=True).batch
+    loaded = _loader.shared_iterator(iter([leaves])).take(waits=True).batch
     assert all(a is b for a, b in zip(loaded, leaves, strict=True))
 
 

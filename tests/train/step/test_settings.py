@@ -8,11 +8,11 @@ import numpy as np
 import optax
 
 import jaxslowmo as js
-from jaxslowmo.train.step._settings import described, program_lines
+from jaxslowmo.train.step._settings import describe_value, program_lines
 
 
 def texts(value):
-    return dict(described(value))
+    return dict(describe_value(value))
 
 
 def scaled(by):

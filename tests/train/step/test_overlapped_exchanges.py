@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.train.step import _beside_steps
+from jaxslowmo.train.step import _overlapped_exchanges
 
 REPLICAS, UPDATES, PERIOD = 4, 27, 12
 PARAMS = {f"layer{i}": {"w": jnp.full((3, 3), 0.3) + jnp.eye(3)} for i in range(4)}
@@ -34,7 +34,7 @@ def loss(params, batch):
 
 def made_step(sync, *, beside, mode="host", **options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_beside_steps, "runs_beside", lambda mesh, axis_name: beside)
+        patch.setattr(_overlapped_exchanges, "can_overlap", lambda mesh, axis_name: beside)
         mesh = js.virtual_mesh({"replica": REPLICAS})
         step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, mesh=mesh, mode=mode, **options)
         step.init(PARAMS)  # with its first state a step decides where it exchanges
@@ -115,7 +115,7 @@ def test_a_run_goes_on_beside_or_inside(sync):
 def test_exchanges_are_sent_once_by_a_thread_of_their_own(sync, monkeypatch):
     """In the update after what is sent was taken; another thread dispatches the steps."""
     threads, sent, done = [], [], []
-    original = _beside_steps.map_replicas
+    original = _overlapped_exchanges.map_replicas
 
     def noting(fn, **options):
         mapped = original(fn, **options)
@@ -127,7 +127,7 @@ def test_exchanges_are_sent_once_by_a_thread_of_their_own(sync, monkeypatch):
 
         return exchange
 
-    monkeypatch.setattr(_beside_steps, "map_replicas", noting)
+    monkeypatch.setattr(_overlapped_exchanges, "map_replicas", noting)
     step = made_step(sync, beside=True)
     state = step.init(PARAMS)
     for batch in BATCHES:
