@@ -18,24 +18,24 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import Phase, PyTree
 from ...embedding import (
     PREFIX,
-    Ahead,
-    Carry,
+    BatchWithVectors,
     Embeddings,
+    PrefetchedRows,
+    PrefetchOptions,
     Requests,
     WithTables,
-    WithVectors,
-    patched_rows,
+    init_table_state,
     read_rows,
+    refresh_vectors,
+    replicate_tables,
     send_rows,
-    stacked_table_state,
-    stacked_tables,
 )
 from ...gradients.precision import (
     DynamicLossScaleState,
-    anywhere,
-    as_before_if,
+    any_over,
+    did_skip,
+    revert_if,
     scale_metrics,
-    was_skipped,
     zero_if,
 )
 from ...gradients.reducer import ReadyOrder
@@ -110,21 +110,21 @@ class TableBatches(BatchGradients):
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...]:
         """Return the order in which gradients of dense leaves are ready."""
 
-        def seen(batch: PyTree, params: PyTree) -> WithVectors:
+        def seen(batch: PyTree, params: PyTree) -> BatchWithVectors:
             return self._pooled(batch, params)[0]
 
         return super().ready_order(state, jax.eval_shape(seen, batch, state.params))
 
     def _pooled(
         self, requested: Requested, params: PyTree
-    ) -> tuple[WithVectors, Callable[[PyTree], tuple[PyTree, PyTree]]]:
+    ) -> tuple[BatchWithVectors, Callable[[PyTree], tuple[PyTree, PyTree]]]:
         """Return a batch with its pooled vectors, and the function that pulls back their gradients.
 
         That function returns the gradients of the rows and of `params`, the dense parameters.
         """
         pool = partial(self.embeddings.pooled, requests=requested.requests)
         embedded, pull = jax.vjp(lambda x, p: pool(x, params=p), requested.vectors, params)
-        return WithVectors(requested.batch, embedded), pull
+        return BatchWithVectors(requested.batch, embedded), pull
 
     def _of_batch(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
         requested, key, seen = data
@@ -153,7 +153,7 @@ class TableBatches(BatchGradients):
         scaled = jax.tree.map(lambda g: g / devices, of_vectors)
         rows = embeddings.send_back(scaled, requested.requests)
         metrics = self._of_replica(metrics, weight)
-        refused = embeddings.num_refused(requested.counts)
+        refused = embeddings.num_errors(requested.counts)
         data = LossData(batch, key, seen)
         return Gradients(grads, metrics, model_state, weight, data, rows, refused)
 
@@ -171,7 +171,7 @@ class UpdateWithTables(Update):
     def of(cls, update: Update, embeddings: Embeddings) -> Self:
         """Return an update of tables, too, from one of dense parameters."""
 
-        def loss(params: PyTree, batch: WithVectors, **context: Any) -> Any:
+        def loss(params: PyTree, batch: BatchWithVectors, **context: Any) -> Any:
             return update.batches.loss(params, batch.batch, embedded=batch.embedded, **context)
 
         of_batches: dict[str, Any] = {**vars(update.batches), "loss": loss}
@@ -188,7 +188,7 @@ class UpdateWithTables(Update):
         return Done._make(("stacked", self.embeddings.specs, self.embeddings.optimizer_specs))
 
     def prepared(
-        self, state: TrainState, inputs: StepInputs, *, like: Any = None, ahead: Ahead
+        self, state: TrainState, inputs: StepInputs, *, like: Any = None, ahead: PrefetchOptions
     ) -> tuple[Done, Metrics, Any]:
         """Make one update of dense parameters and tables; see `Update.prepared`.
 
@@ -230,9 +230,9 @@ class UpdateWithTables(Update):
         count: jax.Array,
         phase: Phase | None,
         *,
-        ahead: Ahead,
+        ahead: PrefetchOptions,
         like: Any = None,
-    ) -> tuple[TrainState, Metrics, Carry | None]:
+    ) -> tuple[TrainState, Metrics, PrefetchedRows | None]:
         """Return new state, metrics, and the request of the next batch, of which rows moved."""
         del old, like
         following, changed = extra
@@ -242,9 +242,11 @@ class UpdateWithTables(Update):
         if self.sync is not None and phase is None:
             moves = self.sync.due(count)
 
-        def patch(tables: PyTree, following: Carry, changed: Any, moves: Any, weight: Any) -> Any:
+        def patch(
+            tables: PyTree, following: PrefetchedRows, changed: Any, moves: Any, weight: Any
+        ) -> Any:
             layout, where = self.embeddings.layout(), {"room": ahead.room, "everything": moves}
-            vectors, resent = patched_rows(layout, tables, *following, changed, **where)
+            vectors, resent = refresh_vectors(layout, tables, *following, changed, **where)
             counts = {
                 f"{PREFIX}{name}/resent": sum_over(n, self.inner_axes) for name, n in resent.items()
             }
@@ -261,8 +263,8 @@ class UpdateWithTables(Update):
         return super().opened(dense_state(state), inputs, num_batches=num_batches)
 
     def collected(
-        self, state: TrainState, inputs: StepInputs, *, fits: bool, ahead: Ahead
-    ) -> tuple[GradientWindow, Metrics, Carry | None]:
+        self, state: TrainState, inputs: StepInputs, *, fits: bool, ahead: PrefetchOptions
+    ) -> tuple[GradientWindow, Metrics, PrefetchedRows | None]:
         """Add a batch to a window. No row changes, so none is sent again for the next batch."""
         inputs = self._requested(state, inputs)
         following, _ = self._following(state, inputs.upcoming, ahead)
@@ -273,7 +275,9 @@ class UpdateWithTables(Update):
         """Return the metrics of a forward pass."""
         return super().evaluated(dense_state(state), self._requested(state, inputs))
 
-    def asked(self, state: TrainState, inputs: StepInputs, *, ahead: Ahead) -> Carry | None:
+    def asked(
+        self, state: TrainState, inputs: StepInputs, *, ahead: PrefetchOptions
+    ) -> PrefetchedRows | None:
         """Start the lookup of a batch without a step; of a carry, read its rows in this state."""
         return self._following(state, inputs.batch, ahead, inputs.carry)[0]
 
@@ -287,7 +291,7 @@ class UpdateWithTables(Update):
         """
         carry = inputs.carry
         if carry is None or carry.vectors is None:
-            carry, _ = self._following(state, inputs.batch, Ahead(vectors=True), carry)
+            carry, _ = self._following(state, inputs.batch, PrefetchOptions(vectors=True), carry)
         assert carry is not None, "there is a batch"
         metrics = self.embeddings.metrics(carry.requests)
         counts = {name: sum_over(count, self.inner_axes) for name, count in metrics.items()}
@@ -295,8 +299,12 @@ class UpdateWithTables(Update):
         return inputs._replace(batch=batch)
 
     def _following(
-        self, state: TrainState, batch: PyTree, ahead: Ahead, carry: Carry | None = None
-    ) -> tuple[Carry | None, PyTree]:
+        self,
+        state: TrainState,
+        batch: PyTree,
+        ahead: PrefetchOptions,
+        carry: PrefetchedRows | None = None,
+    ) -> tuple[PrefetchedRows | None, PyTree]:
         """Return the request of a batch, None without one, and the rows read for it.
 
         Of an earlier request `carry` only the rows are read again.
@@ -308,7 +316,7 @@ class UpdateWithTables(Update):
         if batch is None and carry is None:
             return None, ()
         if carry is None:
-            carry = Carry(embeddings.exchange_ids(embeddings.bags_of(batch)), None)
+            carry = PrefetchedRows(embeddings.exchange_ids(embeddings.bags_of(batch)), None)
         if not ahead.vectors:
             return carry, ()
         read = read_rows(state.params.tables, carry.requests.asked)
@@ -343,14 +351,14 @@ class UpdateWithTables(Update):
         """
         grads, before, finite = reduced.grads, state.opt_state, None
         if parts_of(before, DynamicLossScaleState):
-            finite = ~anywhere(~all_finite(grads.rows), self.inner_axes, None)
+            finite = ~any_over(~all_finite(grads.rows), self.inner_axes, None)
         pending = self.optimized(state, reduced._replace(grads=grads.dense), gathered, finite)
         refused = self._refused(state, gathered)
-        skipped = was_skipped(before, pending.optimizer_state)
+        skipped = did_skip(before, pending.optimizer_state)
         skipped = refused if skipped is None else refused | skipped
         pending = pending._replace(
             updates=zero_if(refused, pending.updates),
-            optimizer_state=as_before_if(refused, pending.optimizer_state, before),
+            optimizer_state=revert_if(refused, pending.optimizer_state, before),
             # Counters must count this update, since they decide when gradients are exchanged.
             gradients_state=statistics_before_if(
                 refused, pending.gradients_state, state.exchange.gradients
@@ -398,7 +406,7 @@ class UpdateWithTables(Update):
             bags = self.embeddings.bags_of(batch)
             return self.embeddings.reference(params.tables, bags, params.dense)
 
-        return params.dense, WithVectors(share, jax.eval_shape(look_up, params, share))
+        return params.dense, BatchWithVectors(share, jax.eval_shape(look_up, params, share))
 
     def dense(self, tree: PyTree) -> PyTree:
         """Return the part of a tree for the dense parameters; other values are returned as is."""
@@ -420,7 +428,7 @@ class UpdateWithTables(Update):
         """Return the first states of gradient transform and optimizers."""
         gradients, optimizer = super().first_optimizer_states(stacked.dense, mesh)
         where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
-        tables = stacked_table_state(self.embeddings, stacked.tables, **where)
+        tables = init_table_state(self.embeddings, stacked.tables, **where)
         return gradients, WithTables(optimizer, tables)
 
     def stacked(self, params: PyTree, seed: int, mesh: AnyMesh) -> WithTables:
@@ -428,7 +436,7 @@ class UpdateWithTables(Update):
         dense, tables = params if isinstance(params, WithTables) else (params, None)
         where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
         dense = super().stacked(dense, seed, mesh)
-        return WithTables(dense, stacked_tables(self.embeddings, tables, seed, **where))
+        return WithTables(dense, replicate_tables(self.embeddings, tables, seed, **where))
 
     @property
     def maps_inner_axes(self) -> bool:
