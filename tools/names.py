@@ -31,6 +31,10 @@ KEPT: dict[str, str] = {
     "jaxslowmo/embedding/_embeddings.py:over": "public",
     "jaxslowmo/embedding/_embeddings.py:pooled": "public",
     "jaxslowmo/embedding/_embeddings.py:slots_needed": "public",
+    "jaxslowmo/pipeline/_make_pipeline.py:pipelined": "public",
+    "jaxslowmo/pipeline/model/_stage_layout.py:counted": "public: the argument that takes it",
+    "jaxslowmo/pipeline/partition/_partition.py:partition_balanced": "public: ColossalAI's name",
+    "jaxslowmo/pipeline/schedules/_interleaved.py:interleaved": "public: Megatron's word",
 }
 """The names that stay, as FILE:NAME, and why."""
 

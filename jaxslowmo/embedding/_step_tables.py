@@ -214,9 +214,7 @@ def accumulate_rows(
             lambda x, more: lax.dynamic_update_slice_in_dim(x, more, start, 0), room, gradient
         )
 
-    return {
-        name: add_batch(before[name], weight_rows(gradient)) for name, gradient in rows.items()
-    }
+    return {name: add_batch(before[name], weight_rows(gradient)) for name, gradient in rows.items()}
 
 
 def row_means(rows: Rows, weight: jax.Array) -> Rows:

@@ -143,7 +143,7 @@ def _element_masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
         for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Staged | RowGradient)):
             # The norm counts all parameters in stages except later copies of tied ones.
             packed = isinstance(part, Staged)
-            later = [part.packing.repeated(n) for n in sorted(part)] if packed else [None]
+            later = [part.packing.tied_copy_mask(n) for n in sorted(part)] if packed else [None]
             masks += [None if copies is None else ~copies for copies in later]
         return masks
     leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)

@@ -147,7 +147,7 @@ def make_train_step(
                 f'`map_with`="vmap" maps the loss alone, and {what} communicates in it by itself: '
                 'use map_with="shard_map".'
             )
-    loss = as_full_loss(program.weighted or loss_fn)
+    loss = as_full_loss(program.quotient_loss or loss_fn)
     optimizer = over_stages(program.tied_transform(optimizer))
     if program.param_types is not None:  # refuses at once what takes leaves of several stages
         jax.eval_shape(optimizer.init, program.param_types)
