@@ -172,7 +172,7 @@ def _place(stored: Sequence[Any], sizes: Sequence[Any]) -> LeafPlace:
 def _packed(packing: Any, tree: PyTree) -> Staged:
     """Pack a tree of the model into buffers; leaves may have additional leading dimensions."""
     place = next(itertools.chain.from_iterable(packing.places))
-    return packing.stacked(tree, np.ndim(jax.tree.leaves(tree)[0]) - len(place.leaf.shape))
+    return packing.stack(tree, np.ndim(jax.tree.leaves(tree)[0]) - len(place.leaf.shape))
 
 
 def _stages_text(layout: Mapping[str, Any] | None) -> str:

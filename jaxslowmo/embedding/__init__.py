@@ -7,8 +7,8 @@ from ._embeddings import Embeddings as Embeddings
 from ._embeddings import embeddings as embeddings
 from ._exchange import PREFIX as PREFIX
 from ._exchange import Requests as Requests
-from ._exchange import patched_rows as patched_rows
 from ._exchange import read_rows as read_rows
+from ._exchange import refresh_vectors as refresh_vectors
 from ._exchange import send_rows as send_rows
 from ._optimizers import AdamMoments as AdamMoments
 from ._optimizers import Kept as Kept
@@ -18,15 +18,15 @@ from ._optimizers import RowwiseState as RowwiseState
 from ._optimizers import rowwise_adagrad as rowwise_adagrad
 from ._optimizers import rowwise_adam as rowwise_adam
 from ._optimizers import rowwise_sgd as rowwise_sgd
-from ._step_tables import Ahead as Ahead
-from ._step_tables import Carry as Carry
-from ._step_tables import WithVectors as WithVectors
-from ._step_tables import added_rows as added_rows
+from ._step_tables import BatchWithVectors as BatchWithVectors
+from ._step_tables import PrefetchedRows as PrefetchedRows
+from ._step_tables import PrefetchOptions as PrefetchOptions
+from ._step_tables import accumulate_rows as accumulate_rows
 from ._step_tables import empty_rows as empty_rows
+from ._step_tables import init_table_state as init_table_state
+from ._step_tables import replicate_tables as replicate_tables
 from ._step_tables import row_means as row_means
-from ._step_tables import stacked_table_state as stacked_table_state
-from ._step_tables import stacked_tables as stacked_tables
-from ._step_tables import tables_on as tables_on
+from ._step_tables import tables_for_mesh as tables_for_mesh
 from ._table import Table as Table
 from ._table import WithTables as WithTables
 

@@ -68,9 +68,9 @@ def bags(
     Communication: none.
     """
     if lengths is None and offsets is None:
-        rows, lengths = _flat("rows", rows)
+        rows, lengths = _flatten("rows", rows)
         if weights is not None:
-            weights, weights_per_bag = _flat("weights", weights)
+            weights, weights_per_bag = _flatten("weights", weights)
             if not np.array_equal(lengths, weights_per_bag):
                 raise ValueError(
                     f"bags: `weights` must be one for each id: bags have {lengths.tolist()} ids "
@@ -78,7 +78,7 @@ def bags(
                 )
     values = np.asarray(rows)
     sizes = _lengths("bags", lengths, offsets, values)
-    return _padded("bags", values, sizes, weights, max_length=max_length, truncate=truncate)
+    return _pad_bags("bags", values, sizes, weights, max_length=max_length, truncate=truncate)
 
 
 @checks_flags("jagged")
@@ -143,11 +143,11 @@ def jagged(
     for name, own, ids, weight in parts:
         room = max_length.get(name) if isinstance(max_length, Mapping) else max_length
         owner = f"jagged: feature {name!r}"
-        found[name] = _padded(owner, ids, own, weight, max_length=room, truncate=truncate)
+        found[name] = _pad_bags(owner, ids, own, weight, max_length=room, truncate=truncate)
     return found
 
 
-def _padded(
+def _pad_bags(
     owner: str,
     values: np.ndarray,
     lengths: np.ndarray,
@@ -195,7 +195,7 @@ def _checked_weights(owner: str, weights: Any, values: np.ndarray) -> np.ndarray
     return weights
 
 
-def _flat(argument: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+def _flatten(argument: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return all entries in one flat array, and the number of entries of each row."""
     parts = [np.asarray(row) for row in rows]
     if any(part.ndim != 1 for part in parts):

@@ -22,21 +22,21 @@ from ._exchange import (
     PREFIX,
     BagsByTable,
     Requests,
-    in_blocks,
+    all_to_all_blocks,
     read_rows,
     request_rows,
     rows_as_slots,
+    send_by_dtype,
     send_rows,
-    swap_blocks,
-    together,
+    slots_to_blocks,
 )
 from ._optimizers import Kept, RowwiseOptimizer, RowwiseState
 from ._stores import (
     TableLayout,
     check_shapes,
-    first_block,
+    init_block,
     layout_of,
-    whole_on_each,
+    unshard_explicit,
 )
 from ._table import MAKERS, OWNER, Table, checked_tables
 
@@ -98,9 +98,9 @@ class Embeddings:
         def spec_of(store: str, array: Kept) -> P:
             return P(specs[store][0]) if array.per_row else specs[store]
 
-        return RowwiseState._make((P(), self._of_kept(spec_of)))
+        return RowwiseState._make((P(), self._map_kept(spec_of)))
 
-    def _of_kept(self, fn: Callable[[str, Kept], Any]) -> dict[str, Any]:
+    def _map_kept(self, fn: Callable[[str, Kept], Any]) -> dict[str, Any]:
         """Return `fn(store, array)` for all that optimizers keep, by stored array."""
         stores = self.layout().stores
         kept = {n: jax.tree.map(partial(fn, n), s.optimizer.kept) for n, s in stores.items()}
@@ -169,12 +169,12 @@ class Embeddings:
         Communication: one all-to-all of devices * capacity int32 for all tables together; for those
           with `shard="column"` one all-gather of the same size instead.
         """
-        return request_rows(self.layout(), self._by_table(bags), self.capacity)
+        return request_rows(self.layout(), self._bags_by_table(bags), self.capacity)
 
     def request_specs(self, bags: Mapping[str, Any]) -> Any:
         """Return the `PartitionSpec`s of the `Requests` for such bags, a prefix of their tree."""
         layout, split = self.layout(), P(self.axis_name)
-        stores = {layout.places[name].store for name in self._by_table(bags)}
+        stores = {layout.places[name].store for name in self._bags_by_table(bags)}
         asked = {store: P() if layout.is_split(store) else split for store in stores}
         return Requests._make((split, split, asked, split))
 
@@ -189,16 +189,16 @@ class Embeddings:
         """
         return {name: count[0] for name, count in requests.counts.items()}
 
-    def num_refused(self, counts: Mapping[str, Any]) -> Any:
+    def num_errors(self, counts: Mapping[str, Any]) -> Any:
         """Return the number of ids in `metrics` for which `refuse` would raise, () int32.
 
         Communication: none.
         """
-        refused = [f"{PREFIX}{name}/{what}" for name in self.tables for what in self._refused]
+        refused = [f"{PREFIX}{name}/{what}" for name in self.tables for what in self._error_kinds]
         return sum(counts[name] for name in refused if name in counts)
 
     @property
-    def _refused(self) -> tuple[str, ...]:
+    def _error_kinds(self) -> tuple[str, ...]:
         """The counts in `metrics` of ids that are an error."""
         return ("invalid",) if self.overflow == "drop" else ("invalid", "overflow")
 
@@ -219,7 +219,7 @@ class Embeddings:
                 "overflow": f"distinct ids of table {name!r} had no slot: `capacity` is "
                 f'{self.capacity[name]} for each owner (overflow="drop" would count them as zeros)',
             }
-            for what in self._refused:
+            for what in self._error_kinds:
                 count = int(np.sum(metrics.get(f"{PREFIX}{name}/{what}", 0)))
                 if count:
                     raise ValueError(
@@ -242,7 +242,7 @@ class Embeddings:
         """
         limited = {
             name: by_feature
-            for name, by_feature in self._by_table(bags).items()
+            for name, by_feature in self._bags_by_table(bags).items()
             if self.overflow == "error" and self.capacity[name] is not None
         }
         for name, needed in self._slots_by_part(limited, num_parts).items():
@@ -262,7 +262,7 @@ class Embeddings:
           bags: ids or `js.Bags` by feature; a table with some ids on devices is left out.
           num_parts: number of equal consecutive parts of the batch, one per device.
         """
-        needed = self._slots_by_part(self._by_table(bags), num_parts)
+        needed = self._slots_by_part(self._bags_by_table(bags), num_parts)
         return {name: max(parts) for name, parts in needed.items()}
 
     def _slots_by_part(self, bags: BagsByTable, num_parts: int) -> dict[str, list[int]]:
@@ -350,8 +350,8 @@ class Embeddings:
         Communication: one all-to-all of devices * capacity rows per table dtype, in that dtype.
         """
         stores = self.layout().stores
-        blocks = {name: in_blocks(stores[name], gradients[name]) for name in requests.asked}
-        received, sums = swap_blocks(blocks, self.axis_name), {}
+        blocks = {name: slots_to_blocks(stores[name], gradients[name]) for name in requests.asked}
+        received, sums = all_to_all_blocks(blocks, self.axis_name), {}
         for name, rows in requests.asked.items():
             num_rows = stores[name].local_rows
             distinct, places, _ = distinct_rows(rows, num_rows, min(rows.size, num_rows))
@@ -393,7 +393,7 @@ class Embeddings:
                 (tables[name], accumulators.get(name)),
                 layout.stores[name].optimizer,
             )
-            updated = optimizer.updated(arrays, gradient, squares.get(name), state.count)
+            updated = optimizer.update_rows(arrays, gradient, squares.get(name), state.count)
             new_tables[name], kept = updated
             if kept is not None:
                 accumulators[name] = kept
@@ -412,7 +412,7 @@ class Embeddings:
         layout, arrays = self.layout(), {}
         for name, store in layout.stores.items():
             devices = range(store.row_shards * store.column_shards)
-            blocks = [first_block(self.tables, layout, name, key, jnp.int32(i)) for i in devices]
+            blocks = [init_block(self.tables, layout, name, key, jnp.int32(i)) for i in devices]
             arrays[name] = jnp.concatenate(blocks, axis=int(store.kind == "column"))
         return arrays
 
@@ -423,7 +423,7 @@ class Embeddings:
         """
         layout, axis = self.layout(), self.axis_name
         device = jnp.int32(0) if axis is None else lax.axis_index(axis)
-        return {name: first_block(self.tables, layout, name, key, device) for name in layout.stores}
+        return {name: init_block(self.tables, layout, name, key, device) for name in layout.stores}
 
     def init_optimizer(self, tables: Stored) -> RowwiseState:
         """Return the initial optimizer state for stored tables, whole or a device's part.
@@ -431,11 +431,11 @@ class Embeddings:
         Communication: none.
         """
 
-        def first(store: str, array: Kept) -> jax.Array:
+        def init_array(store: str, array: Kept) -> jax.Array:
             shape = tables[store].shape
             return jnp.full(shape[:1] if array.per_row else shape, array.initial, jnp.float32)
 
-        return RowwiseState(jnp.zeros([], jnp.int32), self._of_kept(first))
+        return RowwiseState(jnp.zeros([], jnp.int32), self._map_kept(init_array))
 
     def read(self, tables: Stored) -> Stored:
         """Return the tables (num_rows, dim) by name from whole stored arrays.
@@ -458,7 +458,7 @@ class Embeddings:
                 f"{OWNER}: `read` needs stored arrays of one replica, as `tables` of "
                 f"`step.consensus(state)`, with so many rows: {rows}, got {found}."
             )
-        stored = whole_on_each(tables)
+        stored = unshard_explicit(tables)
         with jax.transfer_guard("allow"):  # of row numbers
             return {
                 name: jnp.asarray(stored[place.store])[layout.stored_rows(name)]
@@ -479,7 +479,7 @@ class Embeddings:
         check_shapes(f"{OWNER}: `write` needs tables", shapes, tables)
         with jax.transfer_guard("allow"):  # of row numbers
             stored = {n: jnp.zeros((s.num_rows, s.dim), s.dtype) for n, s in layout.stores.items()}
-            for name, table in whole_on_each(tables).items():
+            for name, table in unshard_explicit(tables).items():
                 store, rows = layout.places[name].store, layout.stored_rows(name)
                 table = jnp.asarray(table, stored[store].dtype)
                 stored[store] = stored[store].at[rows].set(table)
@@ -498,19 +498,19 @@ class Embeddings:
         Communication: none under jit on one device; else what the compiler inserts.
         """
         layout, slots, weights = self.layout(), {}, {}
-        for name, by_feature in self._by_table(bags).items():
+        for name, by_feature in self._bags_by_table(bags).items():
             for feature, b in by_feature.items():
                 slots[feature] = rows_as_slots(layout, name, b.ids)
                 weights[feature] = b.weights
-        return self.pooled(whole_on_each(tables), Requests(slots, weights, {}, {}), params)
+        return self.pooled(unshard_explicit(tables), Requests(slots, weights, {}, {}), params)
 
-    def _by_table(self, bags: Mapping[str, Any]) -> dict[str, dict[str, Bags]]:
+    def _bags_by_table(self, bags: Mapping[str, Any]) -> dict[str, dict[str, Bags]]:
         """Return checked bags by feature for each table, in the order of the tables."""
         by_feature = bags_of(bags, tuple(self.features), lambda bags: bags)
         by_table: dict[str, dict[str, Bags]] = {}
         for feature, name in self.features.items():
             if feature in by_feature:
-                valid = _host_checked(
+                valid = _cast_host_ids(
                     name, feature, self.tables[name].num_rows, by_feature[feature]
                 )
                 by_table.setdefault(name, {})[feature] = valid
@@ -536,12 +536,12 @@ def _mean_squares(layout: TableLayout, gradients: Mapping[str, RowGradient]) -> 
         if layout.stores[name].optimizer.uses_mean_squares
     }
     split = {name: x[None] for name, x in sums.items() if layout.is_split(name)}
-    whole = together(split, partial(sum_over, axis_name=layout.axis_name or ()))
+    whole = send_by_dtype(split, partial(sum_over, axis_name=layout.axis_name or ()))
     sums |= {name: x[0] for name, x in whole.items()}
     return {name: total / layout.stores[name].dim for name, total in sums.items()}
 
 
-def _host_checked(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
+def _cast_host_ids(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
     """Return `bags` with NumPy ids as int32: jax would truncate 64 bits to 32, and -2**63 to 0.
 
     Raises:

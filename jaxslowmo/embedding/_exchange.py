@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..collectives import gather_slices
-from ..gradients.sparse import NOWHERE, distinct_rows, inside
+from ..gradients.sparse import OUT_OF_RANGE, distinct_rows, pad_invalid
 from ..mesh import axis_names, axis_size, max_over
 from ..transform import run_if
 from ._bags import DROPPED, OUTSIDE, PADDING, Bags
-from ._stores import Store, TableLayout, TablePlace
+from ._stores import Store, TableLayout, TablePlacement
 from ._table import Capacity
 
 BagsByTable = Mapping[str, Mapping[str, Bags]]
@@ -25,7 +25,9 @@ Counts = dict[str, jax.Array]
 PREFIX, COUNTS = "embeddings/", ("asked", "overflow", "invalid")
 
 
-def swap_blocks(blocks: Mapping[str, jax.Array], axis_name: str | None) -> dict[str, jax.Array]:
+def all_to_all_blocks(
+    blocks: Mapping[str, jax.Array], axis_name: str | None
+) -> dict[str, jax.Array]:
     """Send entry d of each block to device d, and return the received entries by sender.
 
     Args:
@@ -39,13 +41,13 @@ def swap_blocks(blocks: Mapping[str, jax.Array], axis_name: str | None) -> dict[
     """
     if axis_size(axis_name or ()) == 1:
         return dict(blocks)
-    return together(
+    return send_by_dtype(
         blocks,
         partial(lax.all_to_all, axis_name=axis_name, split_axis=0, concat_axis=0, tiled=True),
     )
 
 
-def together(
+def send_by_dtype(
     blocks: Mapping[str, jax.Array], send: Callable[[jax.Array], jax.Array]
 ) -> dict[str, jax.Array]:
     """Return what `send` makes of the first dimension of blocks; it is called once per dtype."""
@@ -99,7 +101,7 @@ def request_rows(layout: TableLayout, bags: BagsByTable, capacity: Capacity) -> 
     for name, by_feature in bags.items():
         place = layout.places[name]
         rows = [rows_of_ids(b.ids, place.num_rows).reshape(-1) for b in by_feature.values()]
-        requested[place.store], slots_of_ids, numbers = _requested(
+        requested[place.store], slots_of_ids, numbers = _request_table(
             requested[place.store], jnp.concatenate(rows), place, first[name], num_slots[name]
         )
         flat = lax.split(slots_of_ids, [part.size for part in rows])
@@ -111,8 +113,8 @@ def request_rows(layout: TableLayout, bags: BagsByTable, capacity: Capacity) -> 
     # Every device holds some columns of all rows of a split array, so it receives all requests.
     split = {name: block for name, block in requested.items() if layout.is_split(name)}
     sent = {name: block for name, block in requested.items() if name not in split}
-    asked = swap_blocks(sent, layout.axis_name)
-    asked |= together(split, partial(gather_slices, local_axes=layout.axis_name or ()))
+    asked = all_to_all_blocks(sent, layout.axis_name)
+    asked |= send_by_dtype(split, partial(gather_slices, local_axes=layout.axis_name or ()))
     return Requests(slots, weights, asked, counts)
 
 
@@ -122,16 +124,16 @@ def rows_of_ids(ids: jax.Array, num_rows: int) -> jax.Array:
     The ids are compared in their own dtype: an unsigned one has no padding, and int8 holds no 256.
     """
     ids = jnp.asarray(ids)
-    return jnp.where(ids < 0, jnp.int32(PADDING), inside(ids, num_rows))
+    return jnp.where(ids < 0, jnp.int32(PADDING), pad_invalid(ids, num_rows))
 
 
-def _in_their_slots(rows: jax.Array, slots: jax.Array, num_rows: int) -> jax.Array:
+def _mark_missing(rows: jax.Array, slots: jax.Array, num_rows: int) -> jax.Array:
     """Return the slots of ids that are rows of the table, and for others why they have none."""
     return jnp.where(rows == PADDING, rows, jnp.where(rows == num_rows, jnp.int32(OUTSIDE), slots))
 
 
-def _requested(
-    block: jax.Array, rows: jax.Array, place: TablePlace, first: int, num_slots: int
+def _request_table(
+    block: jax.Array, rows: jax.Array, place: TablePlacement, first: int, num_slots: int
 ) -> tuple[jax.Array, jax.Array, Counts]:
     """Request the distinct rows of one table from their owners.
 
@@ -156,29 +158,29 @@ def _requested(
     fits = (in_owner < num_slots) & (positions < place.num_positions)
     sender, slot = place.first_owner + owner, first + in_owner
     row = positions - owner * place.rows_per_owner + place.first_row
-    block = block.at[sender, jnp.where(fits, slot, jnp.int32(NOWHERE))].set(row, mode="drop")
+    block = block.at[sender, jnp.where(fits, slot, jnp.int32(OUT_OF_RANGE))].set(row, mode="drop")
     slots = jnp.where(fits, sender * block.shape[1] + slot, jnp.int32(DROPPED))
     slots = slots.at[places].get(mode="fill", fill_value=DROPPED)
     overflow = count - jnp.sum(fits, dtype=jnp.int32)
     invalid = jnp.sum(rows == place.num_rows, dtype=jnp.int32)
     counts = dict(zip(COUNTS, (count, overflow, invalid), strict=True))
-    return block, _in_their_slots(rows, slots, place.num_rows), counts
+    return block, _mark_missing(rows, slots, place.num_rows), counts
 
 
 def rows_as_slots(layout: TableLayout, name: str, ids: jax.Array) -> jax.Array:
     """Return the slots of a table's ids if the vectors are the whole stored array itself."""
     num_rows = layout.places[name].num_rows
     rows = rows_of_ids(ids, num_rows)
-    return _in_their_slots(rows, layout.stored_rows(name, rows), num_rows)
+    return _mark_missing(rows, layout.stored_rows(name, rows), num_rows)
 
 
-def in_slots(store: Store, arrived: jax.Array) -> jax.Array:
+def blocks_to_slots(store: Store, arrived: jax.Array) -> jax.Array:
     """Return vectors (slots, dim) from the blocks of each sender, (devices, capacity, columns)."""
     grid = arrived.reshape(store.row_shards, store.column_shards, -1, store.local_dim)
     return grid.transpose(0, 2, 1, 3).reshape(-1, store.dim)
 
 
-def in_blocks(store: Store, vectors: jax.Array) -> jax.Array:
+def slots_to_blocks(store: Store, vectors: jax.Array) -> jax.Array:
     """Return the block for each device, (devices, capacity, columns), from vectors (slots, dim)."""
     rows, columns = store.row_shards, store.column_shards
     grid = vectors.reshape(rows, -1, columns, store.local_dim).transpose(0, 2, 1, 3)
@@ -205,11 +207,11 @@ def send_rows(layout: TableLayout, rows: Mapping[str, jax.Array]) -> Stored:
 
     Communication: one all-to-all of devices * capacity rows for all tables of one dtype.
     """
-    arrived = swap_blocks(rows, layout.axis_name)
-    return {name: in_slots(layout.stores[name], block) for name, block in arrived.items()}
+    arrived = all_to_all_blocks(rows, layout.axis_name)
+    return {name: blocks_to_slots(layout.stores[name], block) for name, block in arrived.items()}
 
 
-def patched_rows(
+def refresh_vectors(
     layout: TableLayout,
     tables: Mapping[str, jax.Array],
     requests: Requests,
@@ -246,7 +248,7 @@ def patched_rows(
     asked, stores = requests.asked, layout.stores
     hits = {}  # which requested rows are in the sorted `changed`; padding may match, too
     for name, rows in asked.items():
-        numbers = changed.get(name, jnp.full(1, NOWHERE, jnp.int32))
+        numbers = changed.get(name, jnp.full(1, OUT_OF_RANGE, jnp.int32))
         place = jnp.minimum(jnp.searchsorted(numbers, rows), numbers.size - 1)
         hits[name] = numbers[place] == rows
     rooms = {name: max(1, math.ceil(room * rows.shape[1])) for name, rows in asked.items()}
@@ -255,7 +257,7 @@ def patched_rows(
         del vectors
         return send_rows(layout, read_rows(tables, asked))
 
-    def send_changed(vectors: Stored) -> Stored:
+    def send_hits(vectors: Stored) -> Stored:
         places, numbers = {}, {}
         for name, rows in asked.items():
             # The first hits for each device, padded by the number of slots; rows of padding are
@@ -267,20 +269,20 @@ def patched_rows(
             numbers[name] = jnp.take_along_axis(
                 rows, places[name], axis=1, mode="fill", fill_value=padding
             )
-        places = swap_blocks(places, layout.axis_name)
+        places = all_to_all_blocks(places, layout.axis_name)
         new = {}
-        for name, rows in swap_blocks(read_rows(tables, numbers), layout.axis_name).items():
-            blocks = in_blocks(stores[name], vectors[name])
+        for name, rows in all_to_all_blocks(read_rows(tables, numbers), layout.axis_name).items():
+            blocks = slots_to_blocks(stores[name], vectors[name])
             device = jnp.arange(len(blocks), dtype=jnp.int32)[:, None]
             blocks = blocks.at[device, places[name]].set(rows, mode="drop")
-            new[name] = in_slots(stores[name], blocks)
+            new[name] = blocks_to_slots(stores[name], blocks)
         return new
 
     axes, sends_all = axis_names(layout.axis_name or ()), everything
     if everything is not True:
         too_many = [jnp.any(jnp.sum(hit, axis=1) > rooms[name]) for name, hit in hits.items()]
         sends_all |= max_over(jnp.any(jnp.stack(too_many)).astype(jnp.int32), axes) > 0
-    vectors = run_if(sends_all, send_all, send_changed, vectors, axes=axes)
+    vectors = run_if(sends_all, send_all, send_hits, vectors, axes=axes)
     counts = {}
     for name, hit in hits.items():
         is_sent = (hit | sends_all) & (asked[name] < stores[name].local_rows)

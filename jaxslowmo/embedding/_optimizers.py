@@ -101,7 +101,7 @@ class RowwiseOptimizer:
         """Whether something is kept per row."""
         return any(kept.per_row for kept in jax.tree.leaves(self.kept))
 
-    def updated(
+    def update_rows(
         self,
         arrays: tuple[jax.Array, PyTree],
         gradient: RowGradient,
@@ -120,19 +120,19 @@ class RowwiseOptimizer:
         """
         rows, rate = gradient.rows, self.learning_rate
 
-        def read(whole: jax.Array) -> jax.Array:
+        def read_rows(whole: jax.Array) -> jax.Array:
             return whole.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32)
 
-        def written(whole: jax.Array, new: jax.Array) -> jax.Array:
+        def write_rows(whole: jax.Array, new: jax.Array) -> jax.Array:
             return whole.at[rows].set(new.astype(whole.dtype), mode="drop")
 
-        old, kept = jax.tree.map(read, arrays)
+        old, kept = jax.tree.map(read_rows, arrays)
         rate = jnp.asarray(rate(count) if callable(rate) else rate, jnp.float32)
         values = gradient.values.astype(jnp.float32)
         update = RowUpdate(old, values, kept, mean_squares, rate, count)
         # Isolated, so that programs with and without lookups ahead give the same bits.
         new = isolated(lambda update: self.rule(update, *self.options), rows, update)
-        return jax.tree.map(written, arrays, new)
+        return jax.tree.map(write_rows, arrays, new)
 
 
 def rowwise_adagrad(
@@ -164,7 +164,7 @@ def rowwise_adagrad(
 
     Source: FBGEMM's EXACT_ROWWISE_ADAGRAD; Duchi et al., JMLR 2011, with a mean of squares per row.
     """
-    number = partial(_checked, "rowwise_adagrad")
+    number = partial(_checked_number, "rowwise_adagrad")
     kept = Kept(number("initial", initial, ">= 0"), per_row=True)
     return RowwiseOptimizer(
         _rate(number, learning_rate), _adagrad, kept, (number("eps", eps, "> 0"),)
@@ -215,7 +215,7 @@ def rowwise_sgd(
 
     Source: FBGEMM's EXACT_SGD, which has no momentum; `torch.optim.SGD` for the rest.
     """
-    number = partial(_checked, "rowwise_sgd")
+    number = partial(_checked_number, "rowwise_sgd")
     momentum = number("momentum", momentum, ">= 0 and < 1")
     if nesterov and not momentum:
         raise ValueError("rowwise_sgd: `nesterov` needs `momentum` > 0, got 0.")
@@ -278,7 +278,7 @@ def rowwise_adam(
 
     Source: FBGEMM's ADAM, and with `per_row` PARTIAL_ROWWISE_ADAM; Kingma and Ba, ICLR 2015.
     """
-    number = partial(_checked, "rowwise_adam")
+    number = partial(_checked_number, "rowwise_adam")
     options = number("b1", b1, ">= 0 and < 1"), number("b2", b2, ">= 0 and < 1")
     options += number("eps", eps, "> 0"), number("weight_decay", weight_decay, ">= 0")
     kept = AdamMoments(Kept(), Kept(per_row=per_row))
@@ -306,7 +306,7 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 }
 
 
-def _checked(owner: str, argument: str, value: Any, range_: str) -> float:
+def _checked_number(owner: str, argument: str, value: Any, range_: str) -> float:
     """Return a number as a float; raise `ValueError` unless it is in a range of `_RANGES`."""
     number = as_number(value)
     if number is None or not _RANGES[range_](number):

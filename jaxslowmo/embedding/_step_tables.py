@@ -36,7 +36,7 @@ from ._exchange import Requests
 from ._stores import check_shapes
 
 
-class Ahead(NamedTuple):
+class PrefetchOptions(NamedTuple):
     """The table exchanges of the next batch that run during a step; static.
 
     Attributes:
@@ -50,7 +50,7 @@ class Ahead(NamedTuple):
     room: float = 0.25
 
 
-class Carry(NamedTuple):
+class PrefetchedRows(NamedTuple):
     """The request for the rows of a batch that an earlier step made; leaves (devices, ...).
 
     Attributes:
@@ -62,7 +62,7 @@ class Carry(NamedTuple):
     vectors: PyTree
 
 
-class WithVectors(NamedTuple):
+class BatchWithVectors(NamedTuple):
     """A batch with the vectors that were looked up for it, as the loss function receives it.
 
     Attributes:
@@ -74,7 +74,7 @@ class WithVectors(NamedTuple):
     embedded: Any
 
 
-def tables_on(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Embeddings:
+def tables_for_mesh(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Embeddings:
     """Return the tables of a training step, for its argument `embeddings` and its mesh.
 
     Raises:
@@ -104,7 +104,7 @@ def tables_on(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Emb
     return replace(embeddings, axis_name=None)
 
 
-def stacked_tables(
+def replicate_tables(
     embeddings: Embeddings, tables: Any, seed: int, *, mesh: AnyMesh, axis_name: AxisName
 ) -> PyTree:
     """Return the stored tables of all replicas, equal on them.
@@ -123,7 +123,7 @@ def stacked_tables(
     """
     if tables is None:
         bits = on_every_device(key_bits(seed), mesh)
-        return _table_maker(embeddings, mesh, axis_name)(bits)
+        return _init_tables_fn(embeddings, mesh, axis_name)(bits)
     stores = embeddings.layout().stores
     shapes = {name: (store.num_rows, store.dim) for name, store in stores.items()}
     check_shapes("`params` must hold what step.embeddings.write returns:", shapes, tables)
@@ -132,18 +132,18 @@ def stacked_tables(
         return replicate(arrays, mesh=mesh, axis_name=axis_name)
     first, count = axis_names(axis_name), replica_count("init", mesh, axis_name)
 
-    def placed(name: str, whole: np.ndarray) -> jax.Array:
-        def of_device(index: Any) -> np.ndarray:  # each device receives only its part
+    def shard_table(name: str, whole: np.ndarray) -> jax.Array:
+        def device_slice(index: Any) -> np.ndarray:  # each device receives only its part
             return whole[index[1:]][None].astype(stores[name].dtype)
 
         where = placement(mesh, P(first, *embeddings.specs[name]))
-        return array_from_host((count, *whole.shape), where, of_device)
+        return array_from_host((count, *whole.shape), where, device_slice)
 
-    return {name: placed(name, np.asarray(x)) for name, x in tables.items()}
+    return {name: shard_table(name, np.asarray(x)) for name, x in tables.items()}
 
 
 @lru_cache(maxsize=16)
-def _table_maker(
+def _init_tables_fn(
     embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName
 ) -> Callable[[jax.Array], PyTree]:
     """Return a function from key data to new tables of all replicas, equal on them.
@@ -160,7 +160,7 @@ def _table_maker(
     return jax.jit(map_replicas(make, in_roles=("shared",), out_roles=embeddings.specs, **where))
 
 
-def stacked_table_state(
+def init_table_state(
     embeddings: Embeddings, tables: PyTree, *, mesh: AnyMesh, axis_name: AxisName
 ) -> PyTree:
     """Return the first state of the tables' optimizers, for the tables of all replicas.
@@ -185,7 +185,9 @@ def empty_rows(like: Rows, num_batches: int) -> Rows:
     }
 
 
-def added_rows(before: Rows, rows: Rows, weight: jax.Array | None, place: jax.Array | None) -> Rows:
+def accumulate_rows(
+    before: Rows, rows: Rows, weight: jax.Array | None, place: jax.Array | None
+) -> Rows:
     """Return the row gradients `before` with those of another batch added.
 
     Args:
@@ -197,14 +199,14 @@ def added_rows(before: Rows, rows: Rows, weight: jax.Array | None, place: jax.Ar
         appends them.
     """
 
-    def weighted(g: RowGradient) -> RowGradient:
+    def weight_rows(g: RowGradient) -> RowGradient:
         values = WeightedSum.from_value(g.values, weight).sum
         if weight is None:
             return replace(g, values=values)
         numbers = jnp.where(weight > 0, g.rows, jnp.full_like(g.rows, g.num_rows))
         return replace(g, rows=numbers, values=values)
 
-    def added(room: RowGradient, gradient: RowGradient) -> RowGradient:
+    def add_batch(room: RowGradient, gradient: RowGradient) -> RowGradient:
         if place is None:
             return room + gradient
         start = place * gradient.rows.shape[0]
@@ -212,7 +214,7 @@ def added_rows(before: Rows, rows: Rows, weight: jax.Array | None, place: jax.Ar
             lambda x, more: lax.dynamic_update_slice_in_dim(x, more, start, 0), room, gradient
         )
 
-    return {name: added(before[name], weighted(gradient)) for name, gradient in rows.items()}
+    return {name: add_batch(before[name], weight_rows(gradient)) for name, gradient in rows.items()}
 
 
 def row_means(rows: Rows, weight: jax.Array) -> Rows:

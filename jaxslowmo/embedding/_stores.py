@@ -70,7 +70,7 @@ class Store:
 
 
 @dataclasses.dataclass(frozen=True)
-class TablePlace:
+class TablePlacement:
     """The placement of one table in its stored array; static.
 
     Attributes:
@@ -117,7 +117,7 @@ class TableLayout:
     """The stored arrays, the placement of tables in them, and the axis of the devices; static."""
 
     stores: Mapping[str, Store]
-    places: Mapping[str, TablePlace]
+    places: Mapping[str, TablePlacement]
     axis_name: str | None
 
     def is_split(self, store: str) -> bool:
@@ -144,17 +144,17 @@ def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> 
       ValueError: columns that the devices cannot share evenly; more rows than int32 can number.
     """
     stores: dict[str, Store] = {}
-    places: dict[str, TablePlace] = {}
-    for store, members in _groups(tables, num_shards).items():
+    places: dict[str, TablePlacement] = {}
+    for store, members in _group_tables(tables, num_shards).items():
         first = next(iter(members.values()))
         if first.shard == "table":
-            own, rows = _spread(store, members, num_shards)
+            own, rows = _assign_tables(store, members, num_shards)
         else:
             (name,) = members
-            is_dealt = first.shard == "row"
-            owners, parts = (num_shards, math.lcm(PARTS, num_shards)) if is_dealt else (1, 1)
+            is_row_sharded = first.shard == "row"
+            owners, parts = (num_shards, math.lcm(PARTS, num_shards)) if is_row_sharded else (1, 1)
             rows = parts * -(-first.num_rows // parts)
-            own = {name: TablePlace(store, first.num_rows, owners, parts, rows // owners, 0, 0)}
+            own = {name: TablePlacement(store, first.num_rows, owners, parts, rows // owners, 0, 0)}
         if first.shard == "column" and first.dim % num_shards:
             raise ValueError(
                 f'{OWNER}: table {store!r}: with shard="column" the number of devices '
@@ -172,7 +172,7 @@ def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> 
     return TableLayout(stores, places, axis_name)
 
 
-def _groups(tables: Tables, num_shards: int) -> dict[str, dict[str, Table]]:
+def _group_tables(tables: Tables, num_shards: int) -> dict[str, dict[str, Table]]:
     """Return the tables of each stored array, by its name.
 
     Tables with `shard="table"` share one if they have one width, dtype and optimizer. The number of
@@ -197,7 +197,9 @@ def _groups(tables: Tables, num_shards: int) -> dict[str, dict[str, Table]]:
     return groups
 
 
-def _spread(store: str, tables: Tables, num_shards: int) -> tuple[dict[str, TablePlace], int]:
+def _assign_tables(
+    store: str, tables: Tables, num_shards: int
+) -> tuple[dict[str, TablePlacement], int]:
     """Return the placement of each table, and the number of rows of the array.
 
     Each table, the largest first, goes to the device with the fewest rows so far. (All tables of an
@@ -208,7 +210,7 @@ def _spread(store: str, tables: Tables, num_shards: int) -> tuple[dict[str, Tabl
     for name in sorted(tables, key=lambda n: (-tables[n].num_rows, n)):
         rows = tables[name].num_rows
         owner = used_rows.index(min(used_rows))
-        places[name] = TablePlace(store, rows, 1, 1, rows, owner, used_rows[owner])
+        places[name] = TablePlacement(store, rows, 1, 1, rows, owner, used_rows[owner])
         used_rows[owner] += rows
     return places, num_shards * max(used_rows)
 
@@ -222,7 +224,7 @@ def check_shapes(what: str, shapes: Mapping[str, tuple[int, int]], tables: Any) 
         raise ValueError(f"{what} of the shapes {shapes}, got {actual}.")
 
 
-def whole_on_each(arrays: Mapping[str, Any]) -> dict[str, Any]:
+def unshard_explicit(arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Replicate arrays that are split over Explicit mesh axes, whose types hold the sharding.
 
     Other arrays stay as they are: the compiler can index arrays that are split.
@@ -236,7 +238,7 @@ def whole_on_each(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {name: whole(x) for name, x in arrays.items()}
 
 
-def _first_rows(table: Table, key: Any, parts: int, residue: jax.Array) -> jax.Array:
+def _init_rows(table: Table, key: Any, parts: int, residue: jax.Array) -> jax.Array:
     """Return rows `residue`, `residue + parts`, ... of a table, padded with zeros."""
     per_part = -(-table.num_rows // parts)
     shape = (per_part, table.dim)
@@ -255,7 +257,7 @@ def _first_rows(table: Table, key: Any, parts: int, residue: jax.Array) -> jax.A
     return jnp.where((numbers < table.num_rows)[:, None], values, 0).astype(table.dtype)
 
 
-def first_block(
+def init_block(
     tables: Tables, layout: TableLayout, store_name: str, key: Any, device: jax.Array
 ) -> jax.Array:
     """Return the initial values of a device's part of a stored array; make no others.
@@ -264,7 +266,7 @@ def first_block(
     """
     store = layout.stores[store_name]
 
-    def of_table(name: str) -> jax.Array:
+    def table_block(name: str) -> jax.Array:
         place, parts, residues = layout.places[name], PARTS, jnp.arange(PARTS, dtype=jnp.int32)
         # The key does not depend on the other tables.
         table, table_key = tables[name], jax.random.fold_in(key, zlib.crc32(name.encode()))
@@ -274,23 +276,23 @@ def first_block(
             residues = jnp.asarray(np.argsort(part_of_residue(parts)).astype(np.int32))[numbers]
         first_column = device * store.local_dim if store.kind == "column" else 0
 
-        def of_residue(residue: jax.Array) -> jax.Array:  # only these rows exist with all columns
-            rows = _first_rows(table, table_key, parts, residue)
+        def residue_rows(residue: jax.Array) -> jax.Array:  # only these rows exist with all columns
+            rows = _init_rows(table, table_key, parts, residue)
             return lax.dynamic_slice_in_dim(rows, first_column, store.local_dim, 1)
 
-        blocks = lax.map(of_residue, residues)
+        blocks = lax.map(residue_rows, residues)
         if store.kind == "row":
             return blocks.reshape(store.local_rows, store.dim)
         return blocks.transpose(1, 0, 2).reshape(-1, store.local_dim)[: table.num_rows]
 
     if store.kind != "table":
-        return of_table(store_name)
+        return table_block(store_name)
     block = jnp.zeros((store.local_rows, store.dim), store.dtype)
     for name, place in layout.places.items():
         if place.store == store_name:
 
-            def filled(block: jax.Array, name: str = name, first: int = place.first_row):
-                return lax.dynamic_update_slice(block, of_table(name), (first, 0))
+            def write_table(block: jax.Array, name: str = name, first: int = place.first_row):
+                return lax.dynamic_update_slice(block, table_block(name), (first, 0))
 
-            block = lax.cond(device == place.first_owner, filled, lambda block: block, block)
+            block = lax.cond(device == place.first_owner, write_table, lambda block: block, block)
     return block

@@ -12,7 +12,7 @@ from ..mesh import axis_names
 from ..tree import at_least_float32, cached_cast, cast, leaf_names
 
 
-def check_not_summed(owner: str, grads: PyTree, axis_name: AxisName) -> None:
+def check_varying(owner: str, grads: PyTree, axis_name: AxisName) -> None:
     """Raise `ValueError` for gradients typed as equal over an axis: jax has summed them.
 
     Under `shard_map` with its default check jax sums gradients of parameters that are equal over
@@ -39,7 +39,7 @@ def is_number(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def in_wide(change: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
+def map_in_float32(change: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
     """Return `change` of each leaf, computed in at least float32, in the dtype of the leaf.
 
     Integers and keys stay as they are.
@@ -54,7 +54,7 @@ def in_wide(change: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
     return jax.tree.map(one, tree)
 
 
-def divided(grads: PyTree, scale: jax.Array) -> PyTree:
-    """Return gradients divided by a number, computed in at least float32, in their dtypes."""
+def unscale(grads: PyTree, scale: jax.Array) -> PyTree:
+    """Return gradients divided by a scale, computed in at least float32, in their dtypes."""
     divisor = cached_cast(scale)
-    return in_wide(lambda g: g / divisor(g.dtype), grads)
+    return map_in_float32(lambda g: g / divisor(g.dtype), grads)

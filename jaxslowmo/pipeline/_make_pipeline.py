@@ -83,18 +83,26 @@ def pipelined(
     is_one = isinstance(data_axes, str) or not isinstance(data_axes, Sequence)
     axes: tuple[Any, ...] = (data_axes,) if is_one else tuple(data_axes)
     _check_axes(schedule, mesh, axis_name, axes)
-    blocks = _blocks(model, params, schedule, parts)
+    blocks = _stage_blocks(model, params, schedule, parts)
     states = model.checked_state(model_state) if model.takes_state else None
-    placed: dict[str, Any] = {"mesh": mesh, "axis_name": axis_name}
+    on_mesh: dict[str, Any] = {"mesh": mesh, "axis_name": axis_name}
     layout = StageLayout(
-        model, params, blocks, schedule.placement, param_specs=param_specs, beside=states, **placed
+        model,
+        params,
+        blocks,
+        schedule.placement,
+        param_specs=param_specs,
+        beside=states,
+        **on_mesh,
     )
     layouts = [layout]
     if states is not None:
         untied = LayeredModel(model.layers, model.loss, takes=model.takes)
         runs = layout.all_runs
-        layouts.append(StageLayout(untied, states, blocks, schedule.placement, runs=runs, **placed))
-    kinds, of_stage = stage_kinds(model, layouts, loops=not schedule.splits)
+        layouts.append(
+            StageLayout(untied, states, blocks, schedule.placement, runs=runs, **on_mesh)
+        )
+    kinds, kind_index = stage_kinds(model, layouts, loops=not schedule.splits)
     plan = Plan(
         model=model,
         schedule=schedule,
@@ -104,7 +112,7 @@ def pipelined(
         layout=layout,
         state_layout=layouts[-1] if model.takes_state else None,
         kinds=kinds,
-        of_stage=of_stage,
+        kind_index=kind_index,
         tied=layout.tied_places(),
         remat=remat,
         gradient_scale=gradient_scale,
@@ -113,7 +121,7 @@ def pipelined(
     return HostPipeline(plan) if executor == "host" else OneProgram(plan)
 
 
-def _blocks(
+def _stage_blocks(
     model: LayeredModel, params: Sequence[PyTree], schedule: Schedule, parts: Any
 ) -> tuple[Block, ...]:
     """Return the layers of each stage of the model."""

@@ -42,9 +42,9 @@ class Pipelined(LossProgram):
         self.remat: bool = plan.remat
         self.param_specs: Staged = plan.layout.specs
         self.param_types: Staged = plan.layout.types
-        self._run = jax.custom_vjp(self._evaluated)
+        self._run = jax.custom_vjp(self._primal)
         # `symbolic_zeros` tells whether a gradient of the batch is requested, which is an error.
-        self._run.defvjp(self._differentiated, self._pulled_back, symbolic_zeros=True)
+        self._run.defvjp(self._vjp_forward, self._vjp_backward, symbolic_zeros=True)
 
     def params_form(self, params: PyTree) -> PyTree:
         """Return parameters in the form that the loss function takes.
@@ -93,16 +93,16 @@ class Pipelined(LossProgram):
             with tied leaves, are requested; `rng` is not a PRNG key; with `executor="host"` a call
             inside of jax.jit or another transformation.
         """
-        return self._called(stacked, batch, rng, model_state, weighted=False)
+        return self._compute_loss(stacked, batch, rng, model_state, as_quotient=False)
 
-    def weighted(
+    def quotient_loss(
         self, stacked: PyTree, batch: PyTree, *, rng: Any = None, model_state: PyTree = None
     ) -> Any:
         """Compute the loss as the call does; a quotient of sums is a `tracing.Quotient`."""
-        return self._called(stacked, batch, rng, model_state, weighted=True)
+        return self._compute_loss(stacked, batch, rng, model_state, as_quotient=True)
 
-    def _called(
-        self, stacked: PyTree, batch: PyTree, rng: Any, model_state: PyTree, *, weighted: bool
+    def _compute_loss(
+        self, stacked: PyTree, batch: PyTree, rng: Any, model_state: PyTree, *, as_quotient: bool
     ) -> Any:
         if isinstance(stacked, list | tuple):
             stacked = self.layout.stack(stacked)
@@ -127,8 +127,8 @@ class Pipelined(LossProgram):
         elif jax.tree.leaves(model_state):
             raise ValueError("`model_state` must be left out, since no layer takes `state`.")
         loss, after = self._run(stacked, states, batch, rng if self.model.takes_key else None)
-        state = None if self.state_layout is None else self.state_layout.packing.staged(after)
-        return loss.returned(state, weighted=weighted)
+        state = None if self.state_layout is None else self.state_layout.packing.wrap_buffers(after)
+        return loss.to_output(state, as_quotient=as_quotient)
 
     def execute(
         self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool
@@ -148,7 +148,7 @@ class Pipelined(LossProgram):
         """
         raise NotImplementedError
 
-    def refuse_forward_only(self) -> None:
+    def check_has_backward(self) -> None:
         """Raise `ValueError` if the schedule has no backward passes."""
         if self.schedule.forward_only:
             raise ValueError(
@@ -156,31 +156,31 @@ class Pipelined(LossProgram):
                 "gradients of this pipeline."
             )
 
-    def _evaluated(self, *primals: PyTree) -> Any:
+    def _primal(self, *primals: PyTree) -> Any:
         return self.execute(*primals, differentiates=False)[0]
 
-    def _differentiated(self, *primals: PyTree) -> tuple[Any, PyTree]:
+    def _vjp_forward(self, *primals: PyTree) -> tuple[Any, PyTree]:
         check_constant(primals[2])
         stacked, states, batch, rng = jax.tree.map(lambda x: x.value, primals)
         if self.plan.tied:
-            stacked = only_once(stacked)
-        self.refuse_forward_only()
+            stacked = forbid_second_derivative(stacked)
+        self.check_has_backward()
         results, grads = self.execute(stacked, states, batch, rng, differentiates=True)
         none = {n: np.zeros(x.shape, jax.dtypes.float0) for n, x in stacked.items()}
-        return results, self.layout.packing.staged({**none, **grads})
+        return results, self.layout.packing.wrap_buffers({**none, **grads})
 
-    def _pulled_back(self, grads: PyTree, cotangent: Any) -> tuple[PyTree, None, None, None]:
+    def _vjp_backward(self, grads: PyTree, cotangent: Any) -> tuple[PyTree, None, None, None]:
         of_loss: Any = cotangent[0].value
         if isinstance(of_loss, jax.custom_derivatives.SymbolicZero):  # only metrics were used
             of_loss = jnp.zeros((), jnp.float32)
 
-        def scaled(g: Any) -> Any:
+        def scale(g: Any) -> Any:
             if g.dtype == jax.dtypes.float0:
                 return g
             wide = at_least_float32(g.dtype)
             return (g.astype(wide) * of_loss.astype(wide)).astype(g.dtype)
 
-        return jax.tree.map(scaled, grads), None, None, None
+        return jax.tree.map(scale, grads), None, None, None
 
 
 def _checked_state(layout: StageLayout, model_state: Any) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def check_constant(batch: PyTree) -> None:
 
 
 @jax.custom_jvp
-def only_once(stacked: PyTree) -> PyTree:
+def forbid_second_derivative(stacked: PyTree) -> PyTree:
     """Return `stacked`; raise `ValueError` if its gradients are differentiated again.
 
     The gradient of each copy of a tied leaf is the sum over all copies, which is computed outside
@@ -228,8 +228,8 @@ def only_once(stacked: PyTree) -> PyTree:
     return stacked
 
 
-@only_once.defjvp
-def _again(primals: Any, tangents: Any) -> Any:
+@forbid_second_derivative.defjvp
+def _raise_second_derivative(primals: Any, tangents: Any) -> Any:
     raise ValueError(
         "`loss_fn` of a pipeline must not be differentiated twice where the model has `tied` "
         "leaves: gradients of their copies are summed outside of what is differentiated. Take "

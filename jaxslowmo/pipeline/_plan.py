@@ -49,7 +49,7 @@ class StageLeaves:
     shifts: Mapping[str, np.ndarray]
 
     @classmethod
-    def of(cls, layout: StageLayout, members: Sequence[int]) -> "StageLeaves":
+    def from_layout(cls, layout: StageLayout, members: Sequence[int]) -> "StageLeaves":
         """Return the leaves of these stages of the model, which are of one kind."""
         treedef, places = layout.places(members[0])
         shifts = {name: np.zeros(len(layout.blocks), np.int32) for name in layout.packing.axes}
@@ -64,14 +64,14 @@ class StageLeaves:
         places = self._places(model_stage)
         return self.treedef.unflatten([p.read(buffers[p.leaf.buffer]) for p in places])
 
-    def written(self, buffers: Buffers, tree: PyTree, model_stage: Any) -> dict[str, jax.Array]:
+    def write(self, buffers: Buffers, tree: PyTree, model_stage: Any) -> dict[str, jax.Array]:
         """Return buffers with the leaves of a stage replaced."""
         new = dict(buffers)
-        for place, x in self._placed(tree, model_stage):
+        for place, x in self._leaf_pairs(tree, model_stage):
             new[place.leaf.buffer] = place.write(new[place.leaf.buffer], place.leaf.flat(x))
         return new
 
-    def added(
+    def accumulate(
         self,
         totals: Mapping[str, jax.Array | None],
         tree: PyTree,
@@ -86,7 +86,7 @@ class StageLeaves:
         copies of 81 MB per microbatch in a GPT of 124 million parameters).
         """
         new = dict(totals)
-        for place, x in self._placed(tree, model_stage):
+        for place, x in self._leaf_pairs(tree, model_stage):
             total = new[place.leaf.buffer]
             if total is not None:
                 total_now = place.part(total) + place.leaf.flat(x).astype(total.dtype)
@@ -95,7 +95,7 @@ class StageLeaves:
                 new[place.leaf.buffer] = place.write(total, total_now)
         return new
 
-    def _placed(self, tree: PyTree, model_stage: Any) -> Iterable[tuple[LeafPlace, Any]]:
+    def _leaf_pairs(self, tree: PyTree, model_stage: Any) -> Iterable[tuple[LeafPlace, Any]]:
         """Return the places of a stage's leaves, each with its leaf in `tree`."""
         return zip(self._places(model_stage), self.treedef.flatten_up_to(tree), strict=True)
 
@@ -196,13 +196,13 @@ def stage_kinds(
             by_kind.append([k])
         else:
             members.append(k)
-    kinds, of_stage = [], np.zeros(len(blocks), np.int32)
+    kinds, kind_index = [], np.zeros(len(blocks), np.int32)
     for i, members in enumerate(by_kind):
-        k, of_stage[members] = members[0], i
+        k, kind_index[members] = members[0], i
         fn = model.stage(*blocks[k], runs[k], loops=loops)
-        each = (StageLeaves.of(layout, members) for layout in layouts)
+        each = (StageLeaves.from_layout(layout, members) for layout in layouts)
         kinds.append(StageKind(fn, k == 0, k == last, blocks[k].start, *each))
-    return kinds, of_stage
+    return kinds, kind_index
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class Plan:
       layout: the layout of the parameters.
       state_layout: the layout of the model state; None for models without.
       kinds: the kinds of stages; stages of one kind run the same program.
-      of_stage: (stages of the model,) int32, index of each stage's kind.
+      kind_index: (stages of the model,) int32, index of each stage's kind.
       tied: the places of the copies of each tied parameter.
       remat: whether backward passes compute again what forward passes have computed.
       gradient_scale: the factor of gradients between stages.
@@ -233,7 +233,7 @@ class Plan:
     layout: StageLayout
     state_layout: StageLayout | None
     kinds: Sequence[StageKind]
-    of_stage: np.ndarray
+    kind_index: np.ndarray
     tied: Sequence[Sequence[LeafPlace]]
     remat: bool
     gradient_scale: float
@@ -243,7 +243,7 @@ class Plan:
     def shifts(self) -> np.ndarray:
         """(stages of the model,) ints, offset of each first layer from that of its kind."""
         starts = [block.start for block in self.layout.blocks]
-        return np.array(starts) - np.array([self.kinds[i].start for i in self.of_stage])
+        return np.array(starts) - np.array([self.kinds[i].start for i in self.kind_index])
 
     def stage_program(
         self, kind: StageKind, weights: PyTree, x: PyTree, microbatch: PyTree
@@ -255,8 +255,8 @@ class Plan:
         """Return the cotangent of a stage's result, from `dy`, that of its activations."""
         if kind.is_last:
             terms = program.y
-            # With a weight only the sum is differentiated: `Ending.gradients` divides by the total
-            # weight, which is known when all microbatches have run.
+            # With a weight only the sum is differentiated: `StepReduction.gradients` divides by the
+            # total weight, which is known when all microbatches have run.
             count = 1 if terms.weight is not None else self.schedule.num_microbatches
             return jnp.asarray(self.gradient_scale / count, terms.total.dtype)
         if kind.states is None:
@@ -265,7 +265,7 @@ class Plan:
         return WithState(dy, list(segments.treedef.unflatten([None] * len(segments.places))))
 
 
-def gathered(x: jax.Array, spec: P) -> jax.Array:
+def all_gather_leaf(x: jax.Array, spec: P) -> jax.Array:
     """Return a whole leaf, gathered from the parts that devices hold.
 
     Communication: one all-gather over each axis in `spec`.
@@ -277,7 +277,7 @@ def gathered(x: jax.Array, spec: P) -> jax.Array:
     return x
 
 
-def scattered_sum(x: jax.Array, spec: P, axes: Sequence[str]) -> jax.Array:
+def reduce_scatter(x: jax.Array, spec: P, axes: Sequence[str]) -> jax.Array:
     """Return the part of a sum over `axes` that a device holds according to `spec`.
 
     Communication: one reduce-scatter over each axis in `spec`, one all-reduce over the others.
@@ -307,7 +307,7 @@ class Totals(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ending:
+class StepReduction:
     """The end of a step: reductions of the totals of all devices, called under their mapped axes.
 
     Attributes:
@@ -340,13 +340,13 @@ class Ending:
         Communication: over the data axes one all-reduce of each buffer.
         """
 
-        def agreed(x: jax.Array) -> jax.Array:
+        def mean_state(x: jax.Array) -> jax.Array:
             if not self.data_axes:
                 return x
             is_float = jnp.issubdtype(x.dtype, jnp.inexact)
             return lax.pmean(x, self.data_axes) if is_float else from_first(x, self.data_axes)
 
-        return {name: agreed(x)[None] for name, x in totals.states.items()}
+        return {name: mean_state(x)[None] for name, x in totals.states.items()}
 
     def gradients(self, totals: Totals, weight: jax.Array | None) -> dict[str, jax.Array]:
         """Return the gradients in the dtypes of the parameters, buffers (1, *sizes, elements).
@@ -359,11 +359,11 @@ class Ending:
         plan = self.plan
         scale = 1 / (plan.gradient_scale * (1 if weight is not None else self._num_shares))
         sums = {
-            name: scattered_sum(total, self.spec(name), self.data_axes)
+            name: reduce_scatter(total, self.spec(name), self.data_axes)
             for name, total in totals.grads.items()
             if total is not None
         }
-        sums = _with_tied_sums(sums, plan.tied, plan.axis_name)
+        sums = _sum_tied_copies(sums, plan.tied, plan.axis_name)
 
         def mean(name: str, total: jax.Array) -> jax.Array:
             total = total if scale == 1 else total * scale
@@ -381,7 +381,7 @@ class Ending:
         return math.prod(map(axis_size, self.data_axes))
 
 
-def _with_tied_sums(
+def _sum_tied_copies(
     grads: dict[str, jax.Array],
     groups: Sequence[Sequence[LeafPlace]],
     axis_name: str,

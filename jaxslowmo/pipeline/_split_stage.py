@@ -66,11 +66,11 @@ _SUMS = {"cumsum", "reduce_and", "reduce_max", "reduce_or", "reduce_sum"}
 _LIGHT = _FREE | _PIECES | _ARITHMETIC | _COMPARISONS | _BITS | _SUMS
 
 
-class Cut(NamedTuple):
+class Subprogram(NamedTuple):
     """A part of a program: its equations, in order, and the values it needs of other parts."""
 
     equations: tuple[JaxprEqn, ...]
-    handed: tuple[Var, ...]
+    inputs: tuple[Var, ...]
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ class FlatProgram:
     origins: Mapping[Var, Origin]  # the origin of every input
 
     @cached_property
-    def _makers(self) -> dict[Var, int]:
+    def _producers(self) -> dict[Var, int]:
         """The position of the equation that computes each value."""
         equations = enumerate(self.flat.equations)
         return {v: i for i, equation in equations for v in equation.outvars}
 
     @cached_property
-    def _depends(self) -> dict[Var, frozenset[str]]:
+    def _dependencies(self) -> dict[Var, frozenset[str]]:
         """The origins of each value, and `"heavy"` if it takes more than light work."""
         depends: dict[Var, frozenset[str]] = {v: frozenset() for v in self.flat.constants}
         depends.update({v: frozenset({origin}) for v, origin in self.origins.items()})
@@ -97,17 +97,17 @@ class FlatProgram:
             depends.update(dict.fromkeys(equation.outvars, of_all))
         return depends
 
-    def cheap(self, v: Var) -> bool:
+    def is_cheap(self, v: Var) -> bool:
         """Return whether each part computes `v` itself, instead of receiving it from another part.
 
         A function of weights alone (a cast, a transpose) is as large as they are, a light function
         of the microbatch alone can be computed from it at any time, and another form of a smaller
         array is no work.
         """
-        maker = self._makers.get(v)
+        maker = self._producers.get(v)
         if maker is None:
             return False
-        if self._depends[v] <= {"weights", "heavy"} or self._depends[v] <= {"microbatch"}:
+        if self._dependencies[v] <= {"weights", "heavy"} or self._dependencies[v] <= {"microbatch"}:
             return True
         equation = self.flat.equations[maker]
         sources = list(variables(equation.invars))
@@ -116,18 +116,18 @@ class FlatProgram:
 
     def origin_of(self, v: Atom) -> Origin:
         """Return the origin of a value: weights or microbatch if these alone determine it."""
-        depends = frozenset[str]() if not isinstance(v, Var) else self._depends[v]
+        depends = frozenset[str]() if not isinstance(v, Var) else self._dependencies[v]
         if depends <= {"weights", "heavy"}:
             return "weights"
         return "microbatch" if depends <= {"microbatch"} else "stash"
 
-    def cut(
+    def extract(
         self,
         targets: Iterable[Atom],
         elsewhere: Callable[[Var], bool] = lambda v: False,
         *,
         with_effects: bool = False,
-    ) -> Cut:
+    ) -> Subprogram:
         """Return the part that computes `targets`, from values that are computed `elsewhere`.
 
         Args:
@@ -138,7 +138,7 @@ class FlatProgram:
         """
         equations = self.flat.equations
         mine = {i for i, e in enumerate(equations) if with_effects and has_side_effects(e)}
-        handed: dict[Var, None] = {}
+        inputs: dict[Var, None] = {}
         seen: set[Var] = set()
         waiting = [v for i in mine for v in variables(equations[i].invars)]
         waiting += list(variables(targets))[::-1]
@@ -147,12 +147,12 @@ class FlatProgram:
             if v in seen:
                 continue
             seen.add(v)
-            if elsewhere(v) and not self.cheap(v):
-                handed[v] = None
-            elif (maker := self._makers.get(v)) is not None:
+            if elsewhere(v) and not self.is_cheap(v):
+                inputs[v] = None
+            elif (maker := self._producers.get(v)) is not None:
                 mine.add(maker)
                 waiting.extend(variables(equations[maker].invars))
-        return Cut(tuple(equations[i] for i in sorted(mine)), tuple(handed))
+        return Subprogram(tuple(equations[i] for i in sorted(mine)), tuple(inputs))
 
 
 # Loops.
@@ -166,7 +166,7 @@ class _Loop:
     body: FlatProgram
 
     @classmethod
-    def of(cls, equation: JaxprEqn, program: FlatProgram) -> "_Loop":
+    def from_equation(cls, equation: JaxprEqn, program: FlatProgram) -> "_Loop":
         """Return the loop of a scan of `program`."""
         closed = equation.params["jaxpr"]
         flat = trace_inline(jaxpr_as_fun(closed), [v.aval for v in closed.jaxpr.invars])
@@ -182,7 +182,7 @@ class _Loop:
         outputs = enumerate(self.body.flat.outputs)
         return [i >= num_carry and self.body.origin_of(v) == "weights" for i, v in outputs]
 
-    def in_two(self, operands: Sequence[Any]) -> list[Any]:
+    def run_split(self, operands: Sequence[Any]) -> list[Any]:
         """Return all results, computed by one loop for those of weights and one for the rest."""
         of_weights = self.of_weights
         _, start, _ = scan_operands(self.equation.params, operands)
@@ -198,7 +198,7 @@ class _Loop:
         """Return the chosen results, computed by a loop that carries `start`, all or nothing."""
         params, flat = self.equation.params, self.body.flat
         outputs = [v for v, is_mine in zip(flat.outputs, chosen, strict=True) if is_mine]
-        equations, _ = self.body.cut(outputs)
+        equations, _ = self.body.extract(outputs)
         used = used_by(equations, outputs)
         fixed_names, carry, stacked_names = scan_operands(params, flat.inputs)
         fixed_operands, _, stacked = scan_operands(params, operands)
@@ -215,28 +215,28 @@ class _Loop:
         return [*last, *columns]
 
 
-def weights_first(program: FlatProgram) -> FlatProgram:
+def split_weight_loops(program: FlatProgram) -> FlatProgram:
     """Return `program` with each loop divided in two of whose results some need weights alone."""
     flat, loops = program.flat, {}
     for equation in flat.equations:
         if equation.primitive.name == "scan" and not equation.effects:
-            loop = _Loop.of(equation, program)
+            loop = _Loop.from_equation(equation, program)
             if any(loop.of_weights) and not all(loop.of_weights):
                 loops[id(equation)] = loop
     if not loops:
         return program
 
-    def instead(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
+    def run_loop(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any] | None:
         loop = loops.get(id(equation))
-        return loop.in_two(operands) if loop else None
+        return loop.run_split(operands) if loop else None
 
     def outputs(*args: Any) -> list[Any]:
         values = dict(zip(flat.inputs, args, strict=True)) | flat.constants
-        return run(flat.equations, flat.outputs, values, instead)
+        return run(flat.equations, flat.outputs, values, run_loop)
 
-    divided = trace_inline(outputs, [v.aval for v in flat.inputs])
-    pairs = zip(divided.inputs, flat.inputs, strict=True)
-    return FlatProgram(divided, {new: program.origins[old] for new, old in pairs})
+    new_flat = trace_inline(outputs, [v.aval for v in flat.inputs])
+    pairs = zip(new_flat.inputs, flat.inputs, strict=True)
+    return FlatProgram(new_flat, {new: program.origins[old] for new, old in pairs})
 
 
 # The traced passes.
@@ -252,7 +252,7 @@ class Argument:
     chosen: tuple[bool, ...]  # leaves that have cotangents
 
     @classmethod
-    def of(cls, name: str, value: PyTree) -> "Argument":
+    def from_value(cls, name: str, value: PyTree) -> "Argument":
         """Return the argument `name` for arrays or types; floating leaves have cotangents."""
         leaves, tree = jax.tree.flatten(value)
         types = tuple(map(type_of, leaves))
@@ -263,12 +263,12 @@ class Argument:
         """The number of leaves that have cotangents."""
         return sum(self.chosen)
 
-    def flat(self, value: PyTree) -> list[Any]:
+    def flatten(self, value: PyTree) -> list[Any]:
         """Return the leaves of `value`; raise `ValueError` unless it is like the traced one."""
         leaves, tree = jax.tree.flatten(value)
         if tree != self.tree:
             raise ValueError(f"`{self.name}` must be the tree {self.tree}, as traced, got {tree}.")
-        return list(map(self._as_traced, range(len(leaves)), leaves))
+        return list(map(self._checked_leaf, range(len(leaves)), leaves))
 
     def cotangents(self, value: PyTree) -> list[Any]:
         """Return cotangents of the chosen leaves from a tree, in which None stands for zeros."""
@@ -279,7 +279,7 @@ class Argument:
                 f"`d{self.name}` must be a tree like `{self.name}`, {self.tree}: {error}"
             ) from None
         return [
-            self._as_traced(
+            self._checked_leaf(
                 i, jnp.zeros(self.types[i].shape, self.types[i].dtype) if x is None else x
             )
             for i, x in enumerate(leaves)
@@ -300,7 +300,7 @@ class Argument:
         """Return the tree of cotangents: `values` for the chosen leaves, None for the others."""
         return self.merge([None] * len(self.chosen), values)
 
-    def _as_traced(self, i: int, x: Any) -> Any:
+    def _checked_leaf(self, i: int, x: Any) -> Any:
         """Return leaf `i` with its traced type; raise `ValueError` if it has another type."""
         aval = self.types[i]
         x = jnp.asarray(x, aval.dtype) if isinstance(x, int | float | complex) else x
@@ -338,9 +338,9 @@ def trace_forward(
     traced_y: dict[str, Any] = {}
 
     def outputs(*flat: Any) -> list[Any]:
-        w, into, data = _divide(flat, weights, x)
+        w, into, data = _split_leaves(flat, weights, x)
 
-        def of_floats(of_w: list[Any], of_x: list[Any]) -> tuple[list[Any], list[Any]]:
+        def differentiable_fn(of_w: list[Any], of_x: list[Any]) -> tuple[list[Any], list[Any]]:
             y = fn(weights.merge(w, of_w), x.merge(into, of_x), microbatch.tree.unflatten(data))
             leaves, traced_y["tree"] = jax.tree.flatten(y)
             leaves = list(map(jnp.asarray, leaves))
@@ -353,7 +353,7 @@ def trace_forward(
             return [y for y, seeded in sides if seeded], [y for y, seeded in sides if not seeded]
 
         seeded, pull_back, others = jax.vjp(
-            of_floats, weights.select(w), x.select(into), has_aux=True
+            differentiable_fn, weights.select(w), x.select(into), has_aux=True
         )
         residuals, traced_y["pull_back"] = jax.tree.flatten(pull_back)
         in_order = {True: iter(seeded), False: iter(others)}
@@ -363,8 +363,8 @@ def trace_forward(
     origins: dict[Var, Origin] = dict.fromkeys(flat.inputs, "microbatch")
     origins |= dict.fromkeys(flat.inputs[: len(weights.types) + len(x.types)], "x")
     origins |= dict.fromkeys(flat.inputs[: len(weights.types)], "weights")
-    program = weights_first(FlatProgram(flat, origins))
-    of_weights, of_x, of_microbatch = _divide(program.flat.inputs, weights, x)
+    program = split_weight_loops(FlatProgram(flat, origins))
+    of_weights, of_x, of_microbatch = _split_leaves(program.flat.inputs, weights, x)
     count = len(traced_y["seeded"])
     y, residuals = program.flat.outputs[:count], program.flat.outputs[count:]
     types = tuple(v.aval for v in y)
@@ -388,9 +388,9 @@ def trace_backward(forward: Forward, *, remat: bool) -> tuple[FlatProgram, tuple
     at_hand = {*forward.weights, *forward.microbatch}
     if remat:
         stash = forward.x
-        again = forward.program.cut(forward.residuals).equations
+        again = forward.program.extract(forward.residuals).equations
     else:
-        again, stash = forward.program.cut(forward.residuals, lambda v: v not in at_hand)
+        again, stash = forward.program.extract(forward.residuals, lambda v: v not in at_hand)
     inputs_before_dy = (*forward.weights, *forward.microbatch, *stash)
 
     def outputs(*flat: Any) -> list[Any]:
@@ -408,7 +408,7 @@ def trace_backward(forward: Forward, *, remat: bool) -> tuple[FlatProgram, tuple
     return FlatProgram(flat, origins), stash
 
 
-def _divide(flat: Sequence[Any], *first: Argument) -> list[tuple[Any, ...]]:
+def _split_leaves(flat: Sequence[Any], *first: Argument) -> list[tuple[Any, ...]]:
     """Return `flat` divided into the leaves of the `first` arguments, and the remaining ones."""
     parts, start = [], 0
     for argument in first:
@@ -443,11 +443,11 @@ class StagePart:
     outputs: tuple[Atom, ...]
 
     @classmethod
-    def of(
+    def from_outputs(
         cls, program: FlatProgram, inputs: tuple[Var, ...], outputs: tuple[Atom, ...]
     ) -> "StagePart":
         """Return the part that computes `outputs`, with all side effects of the program."""
-        equations = program.cut(outputs, with_effects=True).equations
+        equations = program.extract(outputs, with_effects=True).equations
         return cls(program, equations, inputs, outputs)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
@@ -490,7 +490,11 @@ class StageProgram:
         self, weights: PyTree, x: PyTree, microbatch: PyTree
     ) -> tuple[PyTree, tuple[jax.Array, ...]]:
         """Run F: return the stage's result, and the stash."""
-        args = (self._weights.flat(weights), self._x.flat(x), self._microbatch.flat(microbatch))
+        args = (
+            self._weights.flatten(weights),
+            self._x.flatten(x),
+            self._microbatch.flatten(microbatch),
+        )
         values = self._forward([leaf for leaves in args for leaf in leaves])
         count = self._y.tree.num_leaves
         return self._y.tree.unflatten(values[:count]), tuple(values[count:])
@@ -536,7 +540,7 @@ class StageProgram:
         self, weights: PyTree, microbatch: PyTree, stash: Sequence[jax.Array]
     ) -> list[jax.Array]:
         _check_count("stash", stash, self.stash)
-        return [*self._weights.flat(weights), *self._microbatch.flat(microbatch), *stash]
+        return [*self._weights.flatten(weights), *self._microbatch.flatten(microbatch), *stash]
 
     def _cotangents(self, dy: PyTree) -> list[jax.Array]:
         if not self._loss:
@@ -582,16 +586,16 @@ def split_stage(
     Raises:
       ValueError: `loss=True` for a stage that returns no floating scalar or (scalar, metrics).
     """
-    of_weights, of_x = Argument.of("weights", weights), Argument.of("x", x)
-    of_data = Argument.of("microbatch", microbatch)
+    of_weights, of_x = Argument.from_value("weights", weights), Argument.from_value("x", x)
+    of_data = Argument.from_value("microbatch", microbatch)
     front = trace_forward(fn, of_weights, of_x, of_data, loss=loss)
     back, stash = trace_backward(front, remat=remat)
     result, (inputs, outputs) = front.result, (back.flat.inputs, back.flat.outputs)
     dx, dweights = outputs[: of_x.num_chosen], outputs[of_x.num_chosen :]
     before_dy = len(inputs) - result.num_chosen
-    of_input = StagePart.of(back, inputs, dx)
+    of_input = StagePart.from_outputs(back, inputs, dx)
     done = {*inputs[before_dy:], *(v for e in of_input.equations for v in e.outvars)}
-    equations, kept = back.cut(dweights, done.__contains__)
+    equations, kept = back.extract(dweights, done.__contains__)
     return StageProgram(
         y=jax.tree.map(struct_of, result.tree.unflatten(result.types)),
         stash=tuple(struct_of(v.aval) for v in stash),
@@ -601,8 +605,10 @@ def split_stage(
         _microbatch=of_data,
         _y=result,
         _loss=loss,
-        _forward=StagePart.of(front.program, front.program.flat.inputs, (*front.y, *stash)),
-        _backward=StagePart.of(back, inputs, outputs),
+        _forward=StagePart.from_outputs(
+            front.program, front.program.flat.inputs, (*front.y, *stash)
+        ),
+        _backward=StagePart.from_outputs(back, inputs, outputs),
         _backward_input=replace(of_input, outputs=(*dx, *kept)),
         _backward_weight=StagePart(back, equations, (*inputs[:before_dy], *kept), dweights),
     )

@@ -20,8 +20,8 @@ class LossProgram:
       dispatch: function that runs the programs of the loss before those of the step, and returns
         what the loss function takes in place of the batch (see `HostPipeline.dispatch`); None: the
         loss function is a part of the step's programs.
-      weighted: the loss function as a step calls it, whose loss may be a `tracing.Quotient` where
-        that of the call itself is a scalar; None: a step calls the function itself.
+      quotient_loss: the loss function as a step calls it, whose loss may be a `tracing.Quotient`
+        where that of the call itself is a scalar; None: a step calls the function itself.
       before_run: function that is called before each run of a program, and raises an error if
         compiled programs are out of date; None: they never are.
       check_compiled: function that is given the text of each compiled program before its first run,
@@ -30,7 +30,7 @@ class LossProgram:
 
     param_types: PyTree | None = None
     dispatch: Callable[..., Any] | None = None
-    weighted: Callable[..., Any] | None = None
+    quotient_loss: Callable[..., Any] | None = None
     before_run: Callable[..., None] | None = None
     check_compiled: Callable[[str], None] | None = None
 

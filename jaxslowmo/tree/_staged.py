@@ -144,7 +144,7 @@ class Staged:
         sharded, elements of the fullest stage), or to a value for it, such as a `PartitionSpec`.
       packing: hashable layout of the leaves; trees with equal layouts have equal structure. It
         applies optax transforms to the leaves of each stage (`init`, `update`), and knows which
-        elements of a buffer are copies of tied parameters in another stage (`repeated`).
+        elements of a buffer are copies of tied parameters in another stage (`tied_copy_mask`).
         `axis_name` is the stage axis, `model_tree(buffers)` returns the model's own tree, and
         `model_types(buffers)` its types.
     """

@@ -53,7 +53,7 @@ def test_on_devices_they_are_counted_and_the_counts_are_refused(overflow):
     assert {k: int(v) for k, v in metrics.items()} == {
         f"embeddings/user/{k}": v for k, v in wanted.items()
     }
-    assert int(emb.num_refused({"loss": 9, **metrics})) == (3 if overflow == "error" else 2)
+    assert int(emb.num_errors({"loss": 9, **metrics})) == (3 if overflow == "error" else 2)
     with pytest.raises(ValueError, match="2 ids of feature 'buyer', feature 'seller'"):
         emb.refuse({"loss": 1.0, **metrics})
     short = {"embeddings/user/overflow": np.array([0, 1])}

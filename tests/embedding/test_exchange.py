@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from embedding.shared import embeddings_of_all_kinds, update_of
-from jaxslowmo.embedding._exchange import patched_rows
+from jaxslowmo.embedding._exchange import refresh_vectors
 from support.reports import rows as rows_of
 
 DEVICES, LENGTH = 4, 3
@@ -174,7 +174,7 @@ ROOM, SLOTS = 0.3, 5
 
 @functools.cache
 def patching(everything):
-    """Return what `patched_rows` makes of vectors of an older table, on two devices."""
+    """Return what `refresh_vectors` makes of vectors of an older table, on two devices."""
     tables = {"r": js.Table(128, 2), "c": js.Table(64, 2, shard="column")}
     emb = js.embeddings(tables, axis_name="s", optimizer=js.rowwise_sgd(1.0), capacity=SLOTS)
     emb = emb.over(2)
@@ -183,7 +183,7 @@ def patching(everything):
         requests = emb.exchange_ids(bags)
         vectors = emb.lookup(old, requests)
         changed = {name: x[0] for name, x in changed.items()}
-        vectors, sent = patched_rows(
+        vectors, sent = refresh_vectors(
             emb.layout(), new, requests, vectors, changed, room=ROOM, everything=everything
         )
         return emb.pooled(vectors, requests), {n: x[None] for n, x in sent.items()}

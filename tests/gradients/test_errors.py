@@ -9,7 +9,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.gradients.precision import check_place, computing_in
+from jaxslowmo.gradients.precision import apply_policy, check_nesting
 from jaxslowmo.gradients.precision._loss_scale import ScaleRule
 from support.bad_input import one_update, trace
 from support.refusals import Refusal, each
@@ -238,13 +238,13 @@ def scaled(**extra):
 
 
 def keeping(*keep):
-    loss = computing_in(js.Policy("float16", keep=keep), lambda *args, **known: None)
+    loss = apply_policy(js.Policy("float16", keep=keep), lambda *args, **known: None)
     return loss({"a": jnp.ones(1)}, {"b": jnp.ones(1)}, rng=None, model_state=())
 
 
 def inside(around):
     """Look for a loss scale inside of this."""
-    return check_place((around.init(PARAMS),))
+    return check_nesting((around.init(PARAMS),))
 
 
 PRECISION = {

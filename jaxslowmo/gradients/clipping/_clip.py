@@ -31,7 +31,7 @@ from ...transform import (
     passing_state,
 )
 from ...tree import Staged, at_least_float32, cached_cast, cast, leaf_names, zero_unless
-from .._leaves import in_wide, is_number
+from .._leaves import is_number, map_in_float32
 from ..sparse import RowGradient, WithRows, arrays_of, coalesce, is_row_gradient
 from ..tied import TiedGroup, checked_groups, tied_members
 
@@ -106,7 +106,7 @@ def clip_by_global_norm(
         check_axis_argument(OWNER, "model_axes", model_axes)
     axes = axis_names(model_axes)
     groups = checked_groups(OWNER, "tied", tied) if tied != () else []
-    counting = Counting(axes, param_specs, groups, tied_axis_name)
+    ownership = OwnershipRule(axes, param_specs, groups, tied_axis_name)
 
     def init_fn(params: PyTree) -> ClipByGlobalNormState:
         dtype = widest(jax.tree.leaves(params))
@@ -120,30 +120,30 @@ def clip_by_global_norm(
     ) -> tuple[PyTree, PyTree]:
         del params, extra
         require_axes(OWNER, "model_axes", axes, _IN_THE_NORM)
-        masks, rule = _masks(counted, updates), counting
+        masks, rule = _element_masks(counted, updates), ownership
         if isinstance(updates, WithRows):
-            rule = replace(counting, axes=tuple(dict.fromkeys((*axes, *updates.table_axes))))
+            rule = replace(ownership, axes=tuple(dict.fromkeys((*axes, *updates.table_axes))))
         with jax.named_scope(CLIP):  # also names what the compiler itself exchanges for the norm
-            total = global_norm(updates, norm, rule.axes, rule.shares(updates), masks)
+            total = global_norm(updates, norm, rule.axes, rule.leaf_masks(updates), masks)
         ratio = jnp.asarray(max_norm, total.dtype) / (total + jnp.asarray(_EPSILON, total.dtype))
         one = jnp.ones_like(ratio)
         factor = jnp.where(jnp.isfinite(total), jnp.minimum(ratio, one), jnp.nan * one)
         numbers = cast(total, state.norm.dtype), cast(factor, state.clip_factor.dtype)
         new = ClipByGlobalNormState(*numbers)
-        return scaled(updates, new.clip_factor), new
+        return scale_leaves(updates, new.clip_factor), new
 
     return GradientTransform(init_fn, update_fn, Reduction(clips=True, of_rows=True))
 
 
-def _masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
+def _element_masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
     if isinstance(tree, WithRows):
-        return [*_masks(counted, tree.dense), *[None] * len(tree.rows)]
+        return [*_element_masks(counted, tree.dense), *[None] * len(tree.rows)]
     if counted is None:
         masks: list[Any] = []
         for part in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Staged | RowGradient)):
             # The norm counts all parameters in stages except later copies of tied ones.
             packed = isinstance(part, Staged)
-            later = [part.packing.repeated(n) for n in sorted(part)] if packed else [None]
+            later = [part.packing.tied_copy_mask(n) for n in sorted(part)] if packed else [None]
             masks += [None if copies is None else ~copies for copies in later]
         return masks
     leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
@@ -165,8 +165,8 @@ def global_norm(
     tree: PyTree,
     norm: float,
     axes: tuple[str, ...],
-    shares: Sequence[jax.Array | None],
-    counted: Sequence[Any],
+    leaf_masks: Sequence[jax.Array | None],
+    element_masks: Sequence[Any],
 ) -> jax.Array:
     """Return the `norm`-norm of all numbers in `tree`, (), in the widest dtype, float32 or wider.
 
@@ -174,27 +174,27 @@ def global_norm(
       tree: gradients of this device.
       norm: exponent, 1 or more; infinity for the largest absolute value.
       axes: mapped axes between whose devices the model is shared.
-      shares: one () bool per leaf: whether this device counts it; None where all devices do.
-      counted: one mask per leaf of the elements that count; None for all.
+      leaf_masks: one () bool per leaf: whether this device counts it; None where all devices do.
+      element_masks: one mask per leaf of the elements that count; None for all.
 
     Communication: one all-reduce of () over `axes`; none without any of more than one position.
     """
     leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
     largest = np.isinf(norm)
     parts: dict[int, tuple[jax.Array | None, list[jax.Array]]] = {}
-    for leaf, share, mask in zip(leaves, shares, counted, strict=True):
+    for leaf, counts, mask in zip(leaves, leaf_masks, element_masks, strict=True):
         if is_number(leaf.dtype):
-            parts.setdefault(id(share), (share, []))[1].append(_of_leaf(leaf, norm, mask))
-    join = jnp.maximum if largest else jnp.add
+            parts.setdefault(id(counts), (counts, []))[1].append(_leaf_term(leaf, norm, mask))
+    reducer = jnp.maximum if largest else jnp.add
     wide = widest(leaves)
 
-    def joined(terms: Iterable[jax.Array]) -> jax.Array:
-        return functools.reduce(join, [cast(x, wide) for x in terms], jnp.zeros([], wide))
+    def combine(terms: Iterable[jax.Array]) -> jax.Array:
+        return functools.reduce(reducer, [cast(x, wide) for x in terms], jnp.zeros([], wide))
 
     # A maximum does not change if several devices count the same leaf.
-    total = joined(
-        joined(leaf_terms) if share is None or largest else zero_unless(share, joined(leaf_terms))
-        for share, leaf_terms in parts.values()
+    total = combine(
+        combine(leaf_terms) if counts is None or largest else zero_unless(counts, combine(leaf_terms))
+        for counts, leaf_terms in parts.values()
     )
     if largest:  # not every backend's maximum keeps a NaN
         total = jnp.where(jnp.isnan(total), jnp.inf, total)
@@ -204,13 +204,13 @@ def global_norm(
     return jnp.sqrt(total) if norm == 2 else total ** jnp.asarray(1 / norm, wide)
 
 
-def scaled(tree: PyTree, scale: jax.Array) -> PyTree:
+def scale_leaves(tree: PyTree, scale: jax.Array) -> PyTree:
     """Return gradients times a number, computed in at least float32, in their own dtypes."""
     factor = cached_cast(scale)
-    return in_wide(lambda x: x * factor(jnp.finfo(x.dtype).dtype), tree)
+    return map_in_float32(lambda x: x * factor(jnp.finfo(x.dtype).dtype), tree)
 
 
-def _of_leaf(leaf: Any, norm: float, mask: Any) -> jax.Array:
+def _leaf_term(leaf: Any, norm: float, mask: Any) -> jax.Array:
     """Return the sum of powers of the numbers in a leaf, or the largest of them, ()."""
     # A row may occur several times in a gradient of rows, and counts by its sum.
     values = coalesce(leaf).gradient.values if isinstance(leaf, RowGradient) else jnp.asarray(leaf)
@@ -236,7 +236,7 @@ OWNER = "clip_by_global_norm"
 
 
 @dataclass(frozen=True)
-class Counting:
+class OwnershipRule:
     """The rule by which each parameter of a model counts once, though devices share it.
 
     Attributes:
@@ -265,7 +265,7 @@ class Counting:
                 f"`model_axes`={self.axes}, got {self.tied_axis!r}."
             )
 
-    def shares(self, tree: PyTree) -> list[jax.Array | None]:
+    def leaf_masks(self, tree: PyTree) -> list[jax.Array | None]:
         """Return for each leaf whether this device counts it, () bool; None where all do.
 
         Raises:
@@ -283,7 +283,7 @@ class Counting:
                     later[position] = (*later.get(position, ()), stage)
 
         @functools.cache
-        def share(equal_over: tuple[str, ...], stages: tuple[int, ...]) -> jax.Array | None:
+        def mask(equal_over: tuple[str, ...], stages: tuple[int, ...]) -> jax.Array | None:
             conditions = [first[axis] for axis in equal_over]
             if stages and self.tied_axis not in equal_over:
                 this_stage = lax.axis_index(self.tied_axis)
@@ -291,10 +291,12 @@ class Counting:
             return functools.reduce(jnp.logical_and, conditions) if conditions else None
 
         leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
-        equal = [tuple(a for a in first if a not in axes) for axes in self._sharded(tree, leaves)]
-        return [share(axes, later.get(i, ())) for i, axes in enumerate(equal)]
+        equal = [
+            tuple(a for a in first if a not in axes) for axes in self._shard_axes(tree, leaves)
+        ]
+        return [mask(axes, later.get(i, ())) for i, axes in enumerate(equal)]
 
-    def _sharded(self, tree: PyTree, leaves: list[Any]) -> list[frozenset[str]]:
+    def _shard_axes(self, tree: PyTree, leaves: list[Any]) -> list[frozenset[str]]:
         """Return for each leaf the axes over which its shards or its stages' parameters differ."""
         axes = frozenset(a for a in self.axes if axis_size(a) > 1)
         tracked = frozenset(filter(checks_varying, axes))

@@ -25,11 +25,11 @@ from ...transform import (
     spec_of,
 )
 from ...tree import all_finite, parts_of
-from .._leaves import divided
+from .._leaves import unscale
 from ._mixed_precision import (
     DynamicLossScaleState,
-    anywhere,
-    as_before_if,
+    any_over,
+    revert_if,
     scale_state,
     zero_if,
 )
@@ -68,7 +68,7 @@ class ScaleRule:
             if not holds:
                 raise ValueError(f"{_OWNER}: `{name}` must be {rule}, got {getattr(self, name)}.")
 
-    def start(self, inner: PyTree) -> DynamicLossScaleState:
+    def init_state(self, inner: PyTree) -> DynamicLossScaleState:
         """Return the state before the first update, with that of the wrapped optimizer."""
         return DynamicLossScaleState(
             loss_scale=jnp.asarray(self.initial, jnp.float32),
@@ -79,7 +79,7 @@ class ScaleRule:
             inner=inner,
         )
 
-    def after(self, state: DynamicLossScaleState, skip: jax.Array) -> DynamicLossScaleState:
+    def next_state(self, state: DynamicLossScaleState, skip: jax.Array) -> DynamicLossScaleState:
         """Return the state after an update; `skip`, () bool, says whether it overflowed."""
         scale, left = state.loss_scale, jnp.maximum(state.hysteresis_left - 1, 0)
         fallen = jnp.maximum(scale * jnp.float32(self.backoff), jnp.float32(self.min_scale))
@@ -180,7 +180,7 @@ def dynamic_loss_scale(
                 f"{_OWNER}: `optimizer` must not hold another js.dynamic_loss_scale, got one: "
                 "gradients would be divided twice."
             )
-        return rule.start(inner_state)
+        return rule.init_state(inner_state)
 
     def update_fn(
         updates: PyTree,
@@ -199,9 +199,9 @@ def dynamic_loss_scale(
             overflow_here = overflow_here | ~jnp.all(jnp.asarray(finite, bool))
         if weight is not None:
             extra["weight"] = weight
-        grads = updates if unscaled else divided(updates, state.loss_scale)
+        grads = updates if unscaled else unscale(updates, state.loss_scale)
         if "grad" in extra and not unscaled:
-            extra["grad"] = divided(extra["grad"], state.loss_scale)
+            extra["grad"] = unscale(extra["grad"], state.loss_scale)
 
         def update(grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
             return inner.update(grads, state, params, **extra)
@@ -210,11 +210,11 @@ def dynamic_loss_scale(
         # Positions along the axes of the inner collectives must skip together: if one skipped
         # alone, a conditional on its counter could leave the others waiting in a collective.
         inner_axes = collective_axes(run.trace(grads, state.inner).jaxpr)
-        skip = anywhere(overflow_here, {*names, *inner_axes}, share)
+        skip = any_over(overflow_here, {*names, *inner_axes}, share)
         # Zeros, not a conditional: all devices must take part in the collectives of `optimizer`,
         # and no infinite or NaN number may be sent.
         new_updates, inner_state = run(zero_if(skip, grads), state.inner)
-        new = rule.after(state, skip)._replace(inner=as_before_if(skip, inner_state, state.inner))
+        new = rule.next_state(state, skip)._replace(inner=revert_if(skip, inner_state, state.inner))
         return zero_if(skip, new_updates), new
 
     takes = {"weight", "finite", "unscaled"}

@@ -14,7 +14,7 @@ from ...mesh import max_over
 from ...tracing import FullLoss
 from ...transform import known_states, remembered
 from ...tree import all_finite, at_least_float32, cast, parts_of, zero_unless
-from .._leaves import divided, is_number
+from .._leaves import is_number, unscale
 
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -76,7 +76,7 @@ class Policy:
                 )
 
 
-def computing_in(policy: Policy, loss: FullLoss) -> FullLoss:
+def apply_policy(policy: Policy, loss: FullLoss) -> FullLoss:
     """Return a loss function that computes `loss` in the dtypes of `policy`.
 
     Model state is not cast, and is returned in the dtypes that it had. Loss and floating metrics
@@ -92,9 +92,9 @@ def computing_in(policy: Policy, loss: FullLoss) -> FullLoss:
             model_state=model_state,
             **policy.cast(extra),
         )
-        value, metrics = jax.tree.map(_wide, (value, metrics))
+        value, metrics = jax.tree.map(_widen, (value, metrics))
         if jax.tree.structure(after) == jax.tree.structure(model_state):
-            after = jax.tree.map(_as, after, model_state)
+            after = jax.tree.map(_cast_like, after, model_state)
         return value, (metrics, after)
 
     return full
@@ -112,11 +112,11 @@ def _is_real(x: Any) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.floating)
 
 
-def _wide(x: Any) -> Any:
+def _widen(x: Any) -> Any:
     return cast(jnp.asarray(x), at_least_float32(jnp.result_type(x))) if _is_real(x) else x
 
 
-def _as(x: Any, old: Any) -> Any:
+def _cast_like(x: Any, old: Any) -> Any:
     return cast(jnp.asarray(x), jnp.result_type(old)) if _is_real(x) else x
 
 
@@ -163,7 +163,7 @@ def scale_metrics(before: PyTree, after: PyTree) -> dict[str, jax.Array]:
     }
 
 
-def was_skipped(before: PyTree, after: PyTree) -> jax.Array | None:
+def did_skip(before: PyTree, after: PyTree) -> jax.Array | None:
     """Return whether an update was skipped, () bool; None without a loss scale.
 
     `skipped_last` would be wrong where `js.accumulate` wraps the loss scale: it does not change in
@@ -177,7 +177,7 @@ def was_skipped(before: PyTree, after: PyTree) -> jax.Array | None:
     return None if old is None or new is None else new.skipped != old.skipped
 
 
-def check_place(opt_state: PyTree) -> None:
+def check_nesting(opt_state: PyTree) -> None:
     """Raise `ValueError` for a loss scale inside of a wrapper that defeats it, or for several."""
     scale_state(opt_state)
     for x, known in known_states(opt_state):
@@ -215,7 +215,7 @@ def loss_scale_of(opt_state: PyTree) -> jax.Array | None:
 Update = Callable[..., tuple[PyTree, PyTree]]
 
 
-def anywhere(flag: jax.Array, axes: Iterable[str], weight: jax.Array | None) -> jax.Array:
+def any_over(flag: jax.Array, axes: Iterable[str], weight: jax.Array | None) -> jax.Array:
     """Return whether `flag`, () bool, is True on some device along `axes`.
 
     Args:
@@ -243,7 +243,7 @@ def zero_if(overflow: jax.Array, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda x: zero_unless(keep, jnp.asarray(x)) if is_number(x) else x, tree)
 
 
-def as_before_if(overflow: jax.Array, new: PyTree, old: PyTree) -> PyTree:
+def revert_if(overflow: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     """Return `old` where `overflow`, () bool, is True, else `new`, in the dtypes of `new`."""
 
     def one(n: Any, o: Any) -> jax.Array:
@@ -252,7 +252,7 @@ def as_before_if(overflow: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(one, new, old)
 
 
-def unless_overflow(update: Update, axes: Iterable[str], weight: jax.Array | None) -> Update:
+def guard_overflow(update: Update, axes: Iterable[str], weight: jax.Array | None) -> Update:
     """Return `update` so that it keeps overflows out of what it remembers and sends.
 
     A hook with error feedback would keep a NaN for ever. If one device along `axes` has an
@@ -262,16 +262,16 @@ def unless_overflow(update: Update, axes: Iterable[str], weight: jax.Array | Non
     Args:
       update: update function of a gradient transform, `(grads, state, params)`.
       axes: mapped axes over which it reduces.
-      weight: see `anywhere`.
+      weight: see `any_over`.
 
-    Communication: the collectives of `update`, and of `anywhere` if the state of `update` holds
+    Communication: the collectives of `update`, and of `any_over` if the state of `update` holds
       numbers.
     """
 
-    def guarded(grads: PyTree, state: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
+    def guarded_update(grads: PyTree, state: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
         if not any(map(is_number, remembered(state))):
             return update(grads, state, *rest)
-        overflow = anywhere(~all_finite(grads), axes, weight)
+        overflow = any_over(~all_finite(grads), axes, weight)
         means, after = update(zero_if(overflow, grads), state, *rest)
         after = jax.tree.map(
             lambda n, o: jnp.where(overflow, o, n) if is_number(n) else n, after, state
@@ -281,7 +281,7 @@ def unless_overflow(update: Update, axes: Iterable[str], weight: jax.Array | Non
         )
         return means, after
 
-    return guarded
+    return guarded_update
 
 
 def scaled_value_and_grad(
@@ -297,13 +297,13 @@ def scaled_value_and_grad(
       divides: whether gradients are divided by the scale again.
     """
 
-    def scaled(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
+    def scaled_loss(*args: Any, **kwargs: Any) -> tuple[jax.Array, Any]:
         value, aux = loss(*args, **kwargs)
         value = cast(value, at_least_float32(value.dtype))
         return value * cast(scale, value.dtype), (value, aux)
 
     def differentiate(*args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
-        (_, value_and_aux), grads = jax.value_and_grad(scaled, has_aux=True)(*args, **kwargs)
-        return value_and_aux, divided(grads, scale) if divides else grads
+        (_, value_and_aux), grads = jax.value_and_grad(scaled_loss, has_aux=True)(*args, **kwargs)
+        return value_and_aux, unscale(grads, scale) if divides else grads
 
     return differentiate

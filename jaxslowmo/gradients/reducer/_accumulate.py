@@ -119,12 +119,12 @@ def accumulate(
         due = schedule(count) if step is None else step
         return run_if(due, update, collect, state, axes=spec.axes)
 
-    spec = _Accumulated.of(spec_of(inner), takes={"weight"}, of_rows=False, schedule=schedule)
+    spec = _AccumulateSpec.of(spec_of(inner), takes={"weight"}, of_rows=False, schedule=schedule)
     return GradientTransform(init_fn, update_fn, spec)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Accumulated(Around):
+class _AccumulateSpec(Around):
     """The description of `accumulate`, which calls a transform by a schedule."""
 
     schedule: Every

@@ -21,15 +21,15 @@ from ...transform import (
     increment,
 )
 from ...tree import MIB, check_floating
-from .._leaves import check_not_summed
+from .._leaves import check_varying
 from ..sparse import DivideBy, mean_rows, split_rows
 from ._hook import CommHook, check_hook
 from ._reduce_buckets import (
     BucketLayout,
     Order,
     ReadyOrder,
+    all_reduce_buckets,
     init_hook,
-    reduce_plainly,
     reduce_with_hook,
 )
 
@@ -147,7 +147,7 @@ def all_reduce_gradients(
         updates, rows, inner_axes, join = split_rows(updates)
         require_axes(_OWNER, "axis_name", axis_name)
         check_floating(_OWNER, updates)
-        check_not_summed(_OWNER, updates, axis_name)
+        check_varying(_OWNER, updates, axis_name)
         share = check_weight(_OWNER, weight)
         if axis_size(axis_name) == 1:
             warn(f"{_OWNER}: axis {axis_name!r} has size 1, so there is nothing to reduce.")
@@ -165,7 +165,7 @@ def all_reduce_gradients(
             others = tuple(name for name in axis_names(axis_name) if name not in inner_axes)
             rows = mean_rows(rows, others, share, divide_by) if rows else rows
             if hook is None:
-                means = reduce_plainly(group, layout, updates, share, by_initial, ready_order)
+                means = all_reduce_buckets(group, layout, updates, share, by_initial, ready_order)
                 return join(dense=means, rows=rows), state
             count = increment(state.count)
             means, states = reduce_with_hook(
@@ -196,4 +196,4 @@ def mean_gradients(
         BucketLayout(BUCKET_LIMITS),
     )
     with jax.named_scope(_OWNER):
-        return reduce_plainly(group, layout, grads, weight, False, ready_order)
+        return all_reduce_buckets(group, layout, grads, weight, False, ready_order)

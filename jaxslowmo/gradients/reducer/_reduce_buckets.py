@@ -33,7 +33,7 @@ class BucketLayout:
     alone_bytes: int | None = None
     split_large: bool = False
 
-    def planned(
+    def plan(
         self, grads: PyTree, group: ReplicaGroup, ready_order: ReadyOrder | None = None
     ) -> TreePacking:
         """Return the buckets of a device's blocks of `grads`.
@@ -120,7 +120,7 @@ def _leaf_positions(
 HookStates = tuple[Any, ...]
 
 
-def reduce_plainly(
+def all_reduce_buckets(
     group: ReplicaGroup,
     layout: BucketLayout,
     grads: PyTree,
@@ -149,12 +149,12 @@ def reduce_plainly(
     if own.specs is None:
         leaves, treedef = jax.tree.flatten(grads)
         return treedef.unflatten(means(leaves, weight))
-    buckets = layout.planned(grads, group, ready_order)
+    buckets = layout.plan(grads, group, ready_order)
 
-    def reduced(_: ReplicaGroup, grads: PyTree, weight: jax.Array | None) -> list[PyTree]:
+    def mean_blocks(_: ReplicaGroup, grads: PyTree, weight: jax.Array | None) -> list[PyTree]:
         return [buckets.unpack(means(buckets.pack(grads, role=GRADIENTS), weight))]
 
-    return group.run(reduced, [own, group.alike(weight)], own)[0]
+    return group.run(mean_blocks, [own, group.alike(weight)], own)[0]
 
 
 def reduce_with_hook(
@@ -176,18 +176,18 @@ def reduce_with_hook(
     if weight is not None:
         total = total_weight(weight, axes)
         factor = relative_weight(weight, total, axes, idle_as_zeros=divide_by_initial)
-    buckets, own = layout.planned(grads, group, ready_order), group.own(grads)
+    buckets, own = layout.plan(grads, group, ready_order), group.own(grads)
     holds_none = not jax.tree.leaves(states)
 
-    def reduced(
+    def reduce_blocks(
         _: ReplicaGroup, grads: PyTree, states: HookStates, factor: Any, count: jax.Array
     ) -> list[Any]:
         flats, results, after = buckets.pack(grads, role=GRADIENTS), [], []
         if factor is not None:
             flats = [scale(flat, factor) for flat in flats]
         hook_buckets = _hook_buckets(buckets, flats, axes, count)
-        held = [hook.init(x) for x in hook_buckets] if holds_none else _of_device(own, states)
-        for bucket, state in zip(hook_buckets, held, strict=True):
+        old = [hook.init(x) for x in hook_buckets] if holds_none else _unstack_device(own, states)
+        for bucket, state in zip(hook_buckets, old, strict=True):
             with jax.named_scope(f"bucket_{bucket.index}"):
                 flat, state = hook.update(bucket, state)
             if (flat.shape, flat.dtype) != ((bucket.size,), bucket.dtype):
@@ -197,11 +197,11 @@ def reduce_with_hook(
                 )
             results.append(flat)
             after.append(state)
-        return [buckets.unpack(results), _of_devices(own, tuple(after))]
+        return [buckets.unpack(results), _stack_devices(own, tuple(after))]
 
-    held = Arrays(states, [_over_devices(own)] * len(jax.tree.leaves(states)))
-    given = [own, held, group.alike(factor), group.alike(count)]
-    grads, after = group.run(reduced, given, own, held, packs=True)
+    stacked = Arrays(states, [_device_spec(own)] * len(jax.tree.leaves(states)))
+    args = [own, stacked, group.alike(factor), group.alike(count)]
+    grads, after = group.run(reduce_blocks, args, own, stacked, packs=True)
     return grads, states if holds_none else after
 
 
@@ -212,33 +212,33 @@ def init_hook(
 
     They differ between replicas and devices.
     """
-    buckets, own = layout.planned(params, group), group.own(params)
+    buckets, own = layout.plan(params, group), group.own(params)
 
     def init(_: ReplicaGroup, params: PyTree) -> list[HookStates]:
         del params
         flats = [jax.ShapeDtypeStruct((b.num_elements,), b.dtype) for b in buckets.plan.buffers]
         hook_buckets = _hook_buckets(buckets, flats, group.axis_name, None)
-        return [_of_devices(own, tuple(hook.init(bucket) for bucket in hook_buckets))]
+        return [_stack_devices(own, tuple(hook.init(bucket) for bucket in hook_buckets))]
 
-    any_states = Arrays(0, [_over_devices(own)])  # one layout for all of them
+    any_states = Arrays(0, [_device_spec(own)])  # one layout for all of them
     states = group.run(init, [own], any_states, packs=True)[0]
     return vary_over(states, axis_names(group.axis_name))
 
 
-def _over_devices(own: Arrays) -> P:
-    """Return the layout of what each device has: stacked over the axes that shard some leaf."""
+def _device_spec(own: Arrays) -> P:
+    """Return the spec of the devices' states: stacked over the axes that shard some leaf."""
     named = {name for spec in own.specs or () for entry in spec for name in axis_names(entry or ())}
     return P(tuple(sorted(named))) if named else P()
 
 
-def _of_devices(own: Arrays, states: HookStates) -> HookStates:
+def _stack_devices(own: Arrays, states: HookStates) -> HookStates:
     """Return a device's states as its part of arrays over all devices of the replica."""
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], states) if _over_devices(own) else states
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], states) if _device_spec(own) else states
 
 
-def _of_device(own: Arrays, states: HookStates) -> HookStates:
-    """Return a device's states from its part of such arrays."""
-    return jax.tree.map(lambda x: x[0], states) if _over_devices(own) else states
+def _unstack_device(own: Arrays, states: HookStates) -> HookStates:
+    """Return a device's states from its part of such arrays: the inverse of `_stack_devices`."""
+    return jax.tree.map(lambda x: x[0], states) if _device_spec(own) else states
 
 
 def _hook_buckets(

@@ -90,7 +90,7 @@ def skip_unused(
     def init_fn(params: PyTree) -> SkipUnusedState:
         state = inner.init(params)
         count = len(jax.tree.leaves(params))
-        _select(inner, jax.tree.map(lambda _: True, params), state, state)
+        _select_state(inner, jax.tree.map(lambda _: True, params), state, state)
         zeros = jnp.zeros(count, jnp.int32)
         return SkipUnusedState(zeros - 1, zeros, state)
 
@@ -112,14 +112,14 @@ def skip_unused(
             marks = jax.tree.leaves(jax.tree.broadcast(used, updates))
             uses = [jnp.any(jnp.asarray(mark, bool)) for mark in marks]
         with jax.named_scope(_OWNER):
-            used_by = _sum(uses, axis_name)
+            used_by = _count_uses(uses, axis_name)
             times_used = state.times_used + (used_by > 0).astype(jnp.int32)
             live = times_used > 0 if sticky else used_by > 0
             mask = treedef.unflatten([live[i] for i in range(treedef.num_leaves)])
         # Not in a conditional: `inner` may communicate, and is one program for all parameters.
         updates, after = inner.update(updates, state.inner, params, **extra)
         updates = jax.tree.map(lambda m, u: jnp.where(m, u, jnp.zeros_like(u)), mask, updates)
-        kept = _select(inner, mask, after, state.inner)
+        kept = _select_state(inner, mask, after, state.inner)
         return updates, SkipUnusedState(used_by, times_used, kept)
 
     flags = {"skips": True, "returns_updates": True, "of_rows": False}
@@ -165,7 +165,7 @@ def _first_replica(x: jax.Array) -> Any:
     return values.reshape(-1, values.shape[-1])[0] if values.size else values.reshape(-1)
 
 
-def _sum(uses: list[Any], axis_name: AxisName) -> jax.Array:
+def _count_uses(uses: list[Any], axis_name: AxisName) -> jax.Array:
     """Return over how many replicas each flag is True, (leaves,) int32."""
     if not uses:
         return jnp.zeros(0, jnp.int32)
@@ -173,7 +173,9 @@ def _sum(uses: list[Any], axis_name: AxisName) -> jax.Array:
     return sum_over(counts, axis_name)
 
 
-def _select(inner: optax.GradientTransformation, mask: PyTree, new: PyTree, old: PyTree) -> PyTree:
+def _select_state(
+    inner: optax.GradientTransformation, mask: PyTree, new: PyTree, old: PyTree
+) -> PyTree:
     """Return the state of `inner`: a parameter's entries from `new` where `mask`, else `old`."""
     is_hole = lambda x: isinstance(x, optax.MaskedNode)  # noqa: E731
     is_reduction = lambda x: isinstance(x, AllReduceGradientsState)  # noqa: E731

@@ -4,7 +4,7 @@ from ._all_reduce_rows import AllReduceRowsState as AllReduceRowsState
 from ._all_reduce_rows import DivideBy as DivideBy
 from ._all_reduce_rows import all_reduce_rows as all_reduce_rows
 from ._all_reduce_rows import mean_rows as mean_rows
-from ._coalesce import NOWHERE as NOWHERE
+from ._coalesce import OUT_OF_RANGE as OUT_OF_RANGE
 from ._coalesce import Coalesced as Coalesced
 from ._coalesce import add_in_order as add_in_order
 from ._coalesce import coalesce as coalesce
@@ -19,7 +19,7 @@ from ._row_gradient import Rows as Rows
 from ._row_gradient import WithRows as WithRows
 from ._row_gradient import apply_rows as apply_rows
 from ._row_gradient import arrays_of as arrays_of
-from ._row_gradient import inside as inside
 from ._row_gradient import is_row_gradient as is_row_gradient
 from ._row_gradient import no_rows as no_rows
+from ._row_gradient import pad_invalid as pad_invalid
 from ._row_gradient import split_rows as split_rows

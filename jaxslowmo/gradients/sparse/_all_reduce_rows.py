@@ -29,7 +29,7 @@ from ...transform import (
     spec_of,
 )
 from ...tree import at_least_float32
-from .._leaves import check_not_summed
+from .._leaves import check_varying
 from ._coalesce import add_in_order, coalesce, distinct_rows, row_gradient
 from ._row_gradient import (
     RowGradient,
@@ -198,7 +198,7 @@ def mean_rows(
     return {name: reduction.mean(name, gradient, weight)[0] for name, gradient in rows.items()}
 
 
-class Gathered(NamedTuple):
+class GatherResult(NamedTuple):
     """The rows of all replicas, and numbers about them; equal on all replicas."""
 
     rows: jax.Array  # (replicas, send) int32, distinct in each replica
@@ -229,7 +229,9 @@ class TableReduction:
     divide_by_initial: bool
 
     @jax.named_scope(OWNER)
-    def mean(self, name: str, gradient: Table, weight: jax.Array | None) -> tuple[Any, Gathered]:
+    def mean(
+        self, name: str, gradient: Table, weight: jax.Array | None
+    ) -> tuple[Any, GatherResult]:
         """Return the mean of a gradient, weighted if `weight` is not None, and what was exchanged.
 
         Raises:
@@ -239,8 +241,8 @@ class TableReduction:
         """
         if isinstance(gradient, RowGradient):
             check_row_gradient(OWNER, repr(name), gradient)
-        check_not_summed(OWNER, {name: arrays_of(gradient)}, self.axis_name)
-        most = _most_rows(gradient)
+        check_varying(OWNER, {name: arrays_of(gradient)}, self.axis_name)
+        most = _max_rows(gradient)
         send = min(self.capacity(name) or most, most)
         if not self._sends_rows(gradient, send):
             numbers = self._gather(gradient, 0, weight)
@@ -250,7 +252,7 @@ class TableReduction:
         if send == most:
             return mean, gathered
 
-        def again(_: Table) -> Table:
+        def resend(_: Table) -> Table:
             with phase_scope("overflow"):
                 if self._sends_rows(gradient, most):
                     return self._combine(gradient, self._gather(gradient, most, weight))
@@ -258,7 +260,7 @@ class TableReduction:
 
         # All replicas take the same branch, since each has the numbers of all.
         axes = axis_names(self.axis_name)
-        return run_if(gathered.overflow, again, lambda m: m, mean, axes=axes), gathered
+        return run_if(gathered.overflow, resend, lambda m: m, mean, axes=axes), gathered
 
     def _sends_rows(self, gradient: Table, num_entries: int) -> bool:
         """Return whether to send `num_entries` rows; "auto" sends whichever has fewer bytes.
@@ -272,7 +274,7 @@ class TableReduction:
         has_fewer = of_rows <= 2 * gradient.shape[0] * row_bytes
         return self.as_rows or self.path == "rows" or (self.path == "auto" and has_fewer)
 
-    def _gather(self, gradient: Table, send: int, weight: jax.Array | None) -> Gathered:
+    def _gather(self, gradient: Table, send: int, weight: jax.Array | None) -> GatherResult:
         """Return rows and values of all replicas, and the numbers that they exchange.
 
         The numbers are appended to the rows, so that they need no extra collective.
@@ -299,7 +301,7 @@ class TableReduction:
         needed = jnp.max(head[:, send])
         invalid = jnp.sum(head[:, send + 1], dtype=jnp.int32)
         values = self._all_gather(values)
-        return Gathered(head[:, :send], values, shares, needed > send, needed, invalid)
+        return GatherResult(head[:, :send], values, shares, needed > send, needed, invalid)
 
     def _all_gather(self, x: jax.Array) -> jax.Array:
         """Return the arrays of all replicas, `(replicas, *x.shape)`, typed as equal on all."""
@@ -308,7 +310,7 @@ class TableReduction:
             return jnp.zeros((replicas, *x.shape), x.dtype)
         return gather_slices(x[None], self.axis_name)
 
-    def _combine(self, gradient: Table, gathered: Gathered) -> Table:
+    def _combine(self, gradient: Table, gathered: GatherResult) -> Table:
         """Return the mean of gathered rows, added replica by replica: equal bits on all."""
         num_rows, replicas = gradient.shape[0], axis_size(self.axis_name)
         shares, every = gathered.shares, gathered.rows
@@ -316,7 +318,7 @@ class TableReduction:
             # Rows that only idle replicas name are not in the mean: an optimizer may decay them.
             every = jnp.where(shares[:, None] > 0, every, num_rows)
         if self.as_rows:
-            size = min(replicas * _most_rows(gradient), num_rows)  # independent of `capacity`
+            size = min(replicas * _max_rows(gradient), num_rows)  # independent of `capacity`
             rows, places, _ = distinct_rows(every, num_rows, size)
         else:
             size, rows, places = num_rows, None, every
@@ -332,6 +334,6 @@ class TableReduction:
         return sum_over(part, self.axis_name)
 
 
-def _most_rows(gradient: Table) -> int:
+def _max_rows(gradient: Table) -> int:
     """Return the largest possible number of distinct rows."""
     return min(arrays_of(gradient).shape[0], gradient.shape[0])

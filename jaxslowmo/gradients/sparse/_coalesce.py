@@ -8,9 +8,15 @@ from jax import lax
 
 from ...collectives import scale
 from ...tree import at_least_float32
-from ._row_gradient import RowGradient, add_entries, check_row_gradient, checked_capacity, inside
+from ._row_gradient import (
+    RowGradient,
+    add_entries,
+    check_row_gradient,
+    checked_capacity,
+    pad_invalid,
+)
 
-NOWHERE = 2**31 - 1  # beyond any capacity: scatters drop entries at this place
+OUT_OF_RANGE = 2**31 - 1  # beyond any capacity: scatters drop entries at this place
 
 
 class Coalesced(NamedTuple):
@@ -40,7 +46,7 @@ def distinct_rows(
 
     Returns:
       (num_places,) int32, the distinct rows, sorted; padding is `num_rows`. In the shape of `rows`
-      int32, the place of each entry among all distinct rows, `NOWHERE` for padding. () int32, the
+      int32, each entry's place among all distinct rows, `OUT_OF_RANGE` for padding. () int32, the
       number of all distinct rows.
     """
     flat = rows.reshape(-1)
@@ -48,7 +54,8 @@ def distinct_rows(
     ordered = flat[order]
     first = jnp.concatenate([jnp.ones(min(flat.size, 1), bool), ordered[1:] != ordered[:-1]])
     real = ordered < num_rows
-    ordered_places = jnp.where(real, jnp.cumsum(first, dtype=jnp.int32) - 1, jnp.int32(NOWHERE))
+    ranks = jnp.cumsum(first, dtype=jnp.int32) - 1
+    ordered_places = jnp.where(real, ranks, jnp.int32(OUT_OF_RANGE))
     distinct = jnp.full(num_places, num_rows, jnp.int32)
     distinct = distinct.at[ordered_places].set(ordered, mode="drop")
     places = jnp.zeros(flat.shape, jnp.int32).at[order].set(ordered_places)
@@ -56,7 +63,7 @@ def distinct_rows(
     return distinct, places.reshape(rows.shape), count
 
 
-def _whole_or_nan(
+def _nan_on_overflow(
     rows: jax.Array, values: jax.Array, num_rows: int, distinct: jax.Array
 ) -> Coalesced:
     overflow = jnp.maximum(distinct - rows.shape[0], 0)
@@ -91,12 +98,12 @@ def coalesce(gradient: RowGradient, *, capacity: int | None = None) -> Coalesced
     """
     capacity = checked_capacity("coalesce", capacity)
     check_row_gradient("coalesce", "`gradient`", gradient)
-    rows, num_rows = inside(gradient.rows, gradient.num_rows), gradient.num_rows
+    rows, num_rows = pad_invalid(gradient.rows, gradient.num_rows), gradient.num_rows
     size = capacity or max(1, min(rows.shape[0], num_rows))
     distinct, places, count = distinct_rows(rows, num_rows, size)
     zeros = jnp.zeros((size, *gradient.shape[1:]), at_least_float32(gradient.dtype))
     sums = add_entries(zeros, places, gradient.values).astype(gradient.dtype)
-    return _whole_or_nan(distinct, sums, num_rows, count)
+    return _nan_on_overflow(distinct, sums, num_rows, count)
 
 
 def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
@@ -132,7 +139,7 @@ def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
     (rows,) = jnp.nonzero(used, size=capacity or max(1, num_rows), fill_value=num_rows)
     rows = rows.astype(jnp.int32)
     values = dense.at[rows].get(mode="fill", fill_value=0)
-    return _whole_or_nan(rows, values, num_rows, jnp.sum(used, dtype=jnp.int32))
+    return _nan_on_overflow(rows, values, num_rows, jnp.sum(used, dtype=jnp.int32))
 
 
 def add_in_order(

@@ -16,7 +16,7 @@ from ._row_gradient import (
     SomeRows,
     checked_capacities,
     checked_capacity,
-    inside,
+    pad_invalid,
     row_numbers,
 )
 
@@ -37,7 +37,7 @@ class TouchedRows(SomeRows):
 
     def positions(self, indices: Any) -> jax.Array:
         """Return the position in `values` of each row of `indices`; k for a missing row."""
-        rows, held_rows = _looked_up(indices, self.num_rows), row_numbers(self.rows)
+        rows, held_rows = _resolve_indices(indices, self.num_rows), row_numbers(self.rows)
         size = held_rows.shape[0]
         place = jnp.searchsorted(held_rows, rows).astype(jnp.int32)
         is_held = held_rows.at[place].get(mode="fill", fill_value=self.num_rows) == rows
@@ -75,10 +75,10 @@ class GatheredRows(NamedTuple):
     overflow: jax.Array
 
 
-def _looked_up(indices: Any, num_rows: int) -> jax.Array:
+def _resolve_indices(indices: Any, num_rows: int) -> jax.Array:
     """Return row numbers of `indices`, int32: negative ones resolved, invalid ones as padding."""
     rows = row_numbers(indices)
-    return inside(jnp.where(rows < 0, rows + num_rows, rows), num_rows)
+    return pad_invalid(jnp.where(rows < 0, rows + num_rows, rows), num_rows)
 
 
 def gather_rows(
@@ -113,7 +113,7 @@ def gather_rows(
     capacity = checked_capacity("gather_rows", capacity)
     table = jnp.asarray(table)
     num_rows = table.shape[0]
-    flat = _looked_up(indices, num_rows).reshape(-1)
+    flat = _resolve_indices(indices, num_rows).reshape(-1)
     size = capacity or max(1, min(flat.shape[0], num_rows))
     rows, places, count = distinct_rows(flat, num_rows, size)
     touched = TouchedRows(rows, table.at[rows].get(mode="fill", fill_value=0), num_rows)

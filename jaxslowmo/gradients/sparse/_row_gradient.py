@@ -55,7 +55,8 @@ class RowGradient(SomeRows):
         """Return the gradient as an array `(num_rows, *s)`; half precision is summed in float32."""
         check_row_gradient("RowGradient.to_dense", "the gradient", self)
         zeros = jnp.zeros(self.shape, at_least_float32(self.dtype))
-        return add_entries(zeros, inside(self.rows, self.num_rows), self.values).astype(self.dtype)
+        rows = pad_invalid(self.rows, self.num_rows)
+        return add_entries(zeros, rows, self.values).astype(self.dtype)
 
     def __add__(self, other: "RowGradient") -> "RowGradient":
         """Return the sum of two gradients of one table: the concatenation of their entries."""
@@ -139,8 +140,8 @@ def row_numbers(rows: Any) -> jax.Array:
     return jnp.where(fits, narrow, jnp.full_like(narrow, limits.min))
 
 
-def inside(rows: jax.Array, num_rows: int) -> jax.Array:
-    """Return `rows` as int32, in which all rows outside of the table are padding.
+def pad_invalid(rows: jax.Array, num_rows: int) -> jax.Array:
+    """Return `rows` as int32, with padding for all rows outside of the table.
 
     Negative numbers count from the end in jax, so without this they would change other rows.
     """
@@ -192,7 +193,7 @@ def apply_rows(table: jax.Array, gradient: RowGradient, *, learning_rate: Any) -
         )
     wide = at_least_float32(gradient.dtype)
     step = gradient.values.astype(wide) * -jnp.asarray(learning_rate, wide)
-    return add_entries(table, inside(gradient.rows, gradient.num_rows), step)
+    return add_entries(table, pad_invalid(gradient.rows, gradient.num_rows), step)
 
 
 Rows = Mapping[str, RowGradient]
@@ -235,8 +236,7 @@ def split_rows(
       ValueError: a name in `tables` that no leaf has.
     """
     if isinstance(grads, WithRows):
-        join = partial(dataclasses.replace, grads)
-        return grads.dense, grads.rows, grads.inner_axes, join
+        return grads.dense, grads.rows, grads.inner_axes, partial(dataclasses.replace, grads)
     names = leaf_names(arrays_of(grads))
     check_names(f"{ALL_REDUCE_ROWS}: `tables`", tables, names, "leaves")
     leaves, treedef = jax.tree.flatten(grads, is_leaf=is_row_gradient)
@@ -244,8 +244,8 @@ def split_rows(
     rows = {name: x for name, x in leaves.items() if name in tables or is_row_gradient(x)}
     dense = treedef.unflatten([None if name in rows else x for name, x in leaves.items()])
 
-    def joined(dense: PyTree, rows: Rows) -> PyTree:
+    def join(dense: PyTree, rows: Rows) -> PyTree:
         others = zip(names, treedef.flatten_up_to(dense), strict=True)
         return treedef.unflatten([rows.get(name, x) for name, x in others])
 
-    return dense, rows, (), joined
+    return dense, rows, (), join

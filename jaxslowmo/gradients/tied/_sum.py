@@ -19,7 +19,7 @@ from ...collectives import permute
 from ...mesh import axis_size, require_axes
 from ...transform import GradientTransform, Reduction
 from ...tree import leaf_names, plan_buffers
-from .._leaves import check_not_summed
+from .._leaves import check_varying
 
 TiedGroup = Mapping[int, str]
 """One tied parameter: maps each stage with a copy to the copy's leaf name, `"embed/table"`."""
@@ -119,18 +119,18 @@ def sum_over_holders(
     """
     groups: dict[Any, list[int]] = {}
     for i, (x, positions) in enumerate(zip(leaves, holders, strict=True)):
-        groups.setdefault((tuple(positions), x.dtype, *_apart(i)), []).append(i)
+        groups.setdefault((tuple(positions), x.dtype, *_buffer_key(i)), []).append(i)
     sums = list(leaves)
     with jax.named_scope(TIED):
         for (positions, *_), members in groups.items():
             is_holder = is_one_of(positions, axis_name)
-            total = _summed([leaves[i] for i in members], positions, axis_name)
+            total = _sum_on_holders([leaves[i] for i in members], positions, axis_name)
             for i, x in zip(members, total, strict=True):
                 sums[i] = jnp.where(is_holder, x, leaves[i])
     return sums
 
 
-def _apart(i: int) -> tuple[int, ...]:
+def _buffer_key(i: int) -> tuple[int, ...]:
     """Return a part of the key of array `i` that keeps it out of a buffer with others, or ()."""
     mesh = jax.sharding.get_abstract_mesh()
     sizes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
@@ -145,16 +145,18 @@ def is_one_of(positions: Sequence[int], axis_name: str) -> jax.Array:
     return jnp.asarray(mask)[lax.axis_index(axis_name)]
 
 
-def _summed(leaves: list[jax.Array], holders: tuple[int, ...], axis_name: str) -> list[jax.Array]:
+def _sum_on_holders(
+    leaves: list[jax.Array], holders: tuple[int, ...], axis_name: str
+) -> list[jax.Array]:
     """Return the sums, valid on holders only."""
-    total = _exchange(holders, axis_name)
+    sum_copies = _sum_fn(holders, axis_name)
     if len(leaves) == 1:
-        return [total(leaves[0])]
+        return [sum_copies(leaves[0])]
     plan = plan_buffers(leaves)
-    return plan.unpack([total(flat) for flat in plan.pack(leaves)])
+    return plan.unpack([sum_copies(flat) for flat in plan.pack(leaves)])
 
 
-def _exchange(holders: tuple[int, ...], axis_name: str) -> Callable[[jax.Array], jax.Array]:
+def _sum_fn(holders: tuple[int, ...], axis_name: str) -> Callable[[jax.Array], jax.Array]:
     if len(holders) == axis_size(axis_name):
         return lambda x: lax.psum(x, axis_name)
     if len(holders) == 2:
@@ -162,10 +164,10 @@ def _exchange(holders: tuple[int, ...], axis_name: str) -> Callable[[jax.Array],
         pair = [(one, other), (other, one)]
         # Floating-point addition commutes: both holders get the same bits.
         return lambda x: x + permute(x, axis_name, pair)
-    return lambda x: _along_chain(x, holders, axis_name)
+    return lambda x: _chain_all_reduce(x, holders, axis_name)
 
 
-def _along_chain(x: jax.Array, holders: tuple[int, ...], axis_name: str) -> jax.Array:
+def _chain_all_reduce(x: jax.Array, holders: tuple[int, ...], axis_name: str) -> jax.Array:
     for link in pairwise(holders):
         x = x + permute(x, axis_name, [link])
     position = lax.axis_index(axis_name)
@@ -230,11 +232,11 @@ def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> GradientTransform:
         leaves, treedef = jax.tree.flatten(updates)
         members = {i for group in tied for i in group.values()}
         named = enumerate(zip(leaf_names(updates), leaves, strict=True))
-        check_not_summed(_OWNER, dict(pair for i, pair in named if i in members), axis_name)
-        copies = [_of_stage(leaves, group, axis_name) for group in tied]
+        check_varying(_OWNER, dict(pair for i, pair in named if i in members), axis_name)
+        copies = [_stage_copy(leaves, group, axis_name) for group in tied]
         sums = sum_over_holders(copies, [tuple(group) for group in tied], axis_name)
         for group, total in zip(tied, sums, strict=True):
-            for position, stages in _by_leaf(group).items():
+            for position, stages in _stages_by_leaf(group).items():
                 is_holder = is_one_of(stages, axis_name)
                 leaves[position] = jnp.where(is_holder, total, leaves[position])
         return treedef.unflatten(leaves), state
@@ -242,16 +244,16 @@ def sum_tied_gradients(axis_name: str, groups: TiedGroups) -> GradientTransform:
     return GradientTransform(optax.init_empty_state, update_fn, Reduction(axes=(axis_name,)))
 
 
-def _of_stage(leaves: list[jax.Array], group: dict[int, int], axis_name: str) -> jax.Array:
+def _stage_copy(leaves: list[jax.Array], group: dict[int, int], axis_name: str) -> jax.Array:
     """Return this stage's copy; on stages without one any leaf that is a copy elsewhere."""
-    (first, _), *others = _by_leaf(group).items()
+    (first, _), *others = _stages_by_leaf(group).items()
     copy = leaves[first]
     for position, stages in others:
         copy = jnp.where(is_one_of(stages, axis_name), leaves[position], copy)
     return copy
 
 
-def _by_leaf(group: dict[int, int]) -> dict[int, list[int]]:
+def _stages_by_leaf(group: dict[int, int]) -> dict[int, list[int]]:
     """Return the stages of a group by the position of the leaf that they hold."""
     stages_of: dict[int, list[int]] = {}
     for stage, position in group.items():

@@ -51,12 +51,12 @@ class Pass:
 
     def run(self) -> None:
         """Dispatch all operations; return when the last ones are dispatched, not finished."""
-        under_way: deque[list[jax.Array]] = deque()
+        in_flight: deque[list[jax.Array]] = deque()
         for tick in self.schedule.ticks():
-            if len(under_way) == _TICKS_AHEAD:
-                jax.block_until_ready(under_way.popleft())
-            outputs = [self._do(operation) for of_stage in tick for operation in of_stage]
-            under_way.append([x for x in outputs if x is not None])
+            if len(in_flight) == _TICKS_AHEAD:
+                jax.block_until_ready(in_flight.popleft())
+            outputs = [self._dispatch(operation) for cell in tick for operation in cell]
+            in_flight.append([x for x in outputs if x is not None])
 
     def evaluate(self) -> None:
         """Dispatch only the forward passes."""
@@ -67,7 +67,7 @@ class Pass:
                 self._forward(k, m)
                 self._stash.pop((k, m))
 
-    def _do(self, operation: Operation) -> jax.Array | None:
+    def _dispatch(self, operation: Operation) -> jax.Array | None:
         """Dispatch one operation; return one of its outputs, to wait for."""
         k, m = self.schedule.model_stage(operation), operation.microbatch
         run = {
@@ -87,7 +87,7 @@ class Pass:
             *self._inputs(k, m), self._x.pop((k, m), None), self.states[stage]
         )
         if k + 1 < len(self.programs):
-            self._x[k + 1, m] = self._sent(y, k + 1)
+            self._x[k + 1, m] = self._send(y, k + 1)
         else:
             self.results[m] = y
         return y
@@ -96,7 +96,7 @@ class Pass:
         dx, self._kept[k, m] = self.programs[k].backward_input(
             *self._inputs(k, m), self._stash[k, m], self._dy.pop((k, m), None)
         )
-        self._pass_back(k, m, dx)
+        self._send_back(k, m, dx)
         return dx, self._kept[k, m]
 
     def _backward_weight(self, k: int, m: int) -> None:
@@ -113,12 +113,12 @@ class Pass:
             self._dy.pop((k, m), None),
             self.totals[stage],
         )
-        self._pass_back(k, m, dx)
+        self._send_back(k, m, dx)
         return dx
 
-    def _pass_back(self, k: int, m: int, dx: PyTree) -> None:
+    def _send_back(self, k: int, m: int, dx: PyTree) -> None:
         if k:
-            self._dy[k - 1, m] = self._sent(dx, k - 1)
+            self._dy[k - 1, m] = self._send(dx, k - 1)
 
-    def _sent(self, tree: PyTree, k: int) -> PyTree:
+    def _send(self, tree: PyTree, k: int) -> PyTree:
         return jax.device_put(tree, self.arrivals[self.schedule.placement[k]])

@@ -15,7 +15,7 @@ from .._pipelined import Pipelined
 from .._plan import Plan, Totals
 from ..model import Loss, LossTerms
 from ._dispatch import Pass
-from ._stage_meshes import Spread, StageMeshes
+from ._stage_meshes import BatchAxes, StageMeshes
 from ._stage_programs import SHARED, HostSetting, StageInputs, StagePrograms, StepPrograms
 
 
@@ -71,9 +71,9 @@ class HostPipeline(Pipelined):
                     '`executor`="one_program".'
                 )
             keys = None if rng is None else rng[None]
-            spread = Spread((), (), self.data_axes)
-            execution, arguments = self._prepared(
-                spread, stacked, batch, keys, states, 1, differentiates
+            batch_axes = BatchAxes((), (), self.data_axes)
+            execution, arguments = self._prepare(
+                batch_axes, stacked, batch, keys, states, 1, differentiates
             )
             results = execution.run(*arguments)
         return (results.loss, results.states), results.grads or {}
@@ -120,20 +120,20 @@ class HostPipeline(Pipelined):
             `js.pipelined`.
         """
         if differentiates:
-            self.refuse_forward_only()
+            self.check_has_backward()
         data_axes = tuple(axis for axis in self.data_axes if axis not in inner_axes)
         states = {} if self.state_layout is None else model_state.buffers
         keys = rng if self.model.takes_key else None
-        spread = Spread(replicas, inner_axes, data_axes)
+        batch_axes = BatchAxes(replicas, inner_axes, data_axes)
         with jax.set_mesh(None):  # each program has the mesh of its stage
-            execution, arguments = self._prepared(
-                spread, params, batch, keys, states, parts, differentiates, compiler_options
+            execution, arguments = self._prepare(
+                batch_axes, params, batch, keys, states, parts, differentiates, compiler_options
             )
             return execution.run(*arguments) if runs else execution.types(*arguments)
 
-    def _prepared(
+    def _prepare(
         self,
-        spread: Spread,
+        batch_axes: BatchAxes,
         stacked: Staged,
         batch: PyTree,
         keys: Any,
@@ -146,7 +146,7 @@ class HostPipeline(Pipelined):
         impl = None
         if keys is not None and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key):
             impl, keys = _impl_and_words(keys)
-        setting = HostSetting(self.plan, spread, parts, impl, differentiates, compiler_options)
+        setting = HostSetting(self.plan, batch_axes, parts, impl, differentiates, compiler_options)
         types = jax.tree.map(type_text, (stacked.buffers, batch, keys, states))
         key = *setting[1:], str(types)
         if key not in self._executions:
@@ -187,41 +187,42 @@ class Execution:
         count = setting.parts * self._schedule.num_microbatches
         # A Python number would be copied to all devices of a stage at each operation.
         self._numbers = [
-            [_on(mesh, SHARED.spec, np.int32(i)) for i in range(count)] for mesh in stages.meshes
+            [_device_put(mesh, SHARED.spec, np.int32(i)) for i in range(count)]
+            for mesh in stages.meshes
         ]
         self._arrivals = [NamedSharding(mesh, setting.device.spec) for mesh in stages.meshes]
 
     def run(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
         """Dispatch all microbatches of all parts; return when the last ones are dispatched."""
-        data, parts = self._data(buffers, batch, keys), self._setting.parts
-        results = self._ended(self._pass(data, states, 0))
+        data, parts = self._stage_inputs(buffers, batch, keys), self._setting.parts
+        results = self._finish_pass(self._dispatch_pass(data, states, 0))
         if parts == 1:
             return results
-        total = _terms(results)
+        total = _weighted_sums(results)
         for part in range(1, parts):
-            results = self._ended(self._pass(data, results.states, part))
-            total = _sum(total, _terms(results))
+            results = self._finish_pass(self._dispatch_pass(data, results.states, part))
+            total = _add(total, _weighted_sums(results))
         # Average over the parts, like a step with `accumulate`; model state is that of the last.
         return _mean(total, _without_states(results))._replace(states=results.states)
 
     def types(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
         """Return the types of the result of `run`, from its arguments or their types."""
-        of_stage = {n: _of_one_stage(x, self._setting.replica) for n, x in buffers.items()}
+        stage_buffers = {n: _one_stage_type(x, self._setting.replica) for n, x in buffers.items()}
         x: Any = None
-        after = {n: _of_one_stage(s, self._setting.lead) for n, s in states.items()}
+        after = {n: _one_stage_type(s, self._setting.lead) for n, s in states.items()}
         after = jax.eval_shape(self._step.device_states[0], after)
         number = jax.ShapeDtypeStruct((), jnp.int32)
         for program in self._programs:
-            data = StageInputs(jax.eval_shape(program.weights, of_stage), batch, keys)
+            data = StageInputs(jax.eval_shape(program.weights, stage_buffers), batch, keys)
             x, _, after = jax.eval_shape(program.forward, data, number, x, after)
         terms: Any = x
         zeros = jax.eval_shape(self._step.zeros[0]) if self._setting.differentiates else {}
-        totals = Totals(jax.eval_shape(_sum_of_terms, [terms]), zeros, after)
-        totals = jax.tree.map(self._of_all_stages, totals)
-        loss, new_states, grads = jax.eval_shape(self._step.ending(terms), totals)
+        totals = Totals(jax.eval_shape(_sum_terms, [terms]), zeros, after)
+        totals = jax.tree.map(self._all_stages_type, totals)
+        loss, new_states, grads = jax.eval_shape(self._step.reduction(terms), totals)
         results = Results(loss, new_states, grads if self._setting.differentiates else None)
         if self._setting.parts > 1:
-            last, terms = _without_states(results), jax.eval_shape(_terms, results)
+            last, terms = _without_states(results), jax.eval_shape(_weighted_sums, results)
             mean = jax.eval_shape(_mean, terms, last)
             results = mean._replace(states=results.states)
         return jax.tree.map(
@@ -234,19 +235,19 @@ class Execution:
         """Return the shardings of results on the mesh of the pipeline."""
         setting, mesh = self._setting, self._setting.plan.mesh
 
-        def over(tree: PyTree, spec: PartitionSpec) -> PyTree:
+        def shardings_for(tree: PyTree, spec: PartitionSpec) -> PyTree:
             return jax.tree.map(lambda _: NamedSharding(mesh, spec), tree)
 
         every = setting.shardings(mesh, setting.lead)
         grads = results.grads and {n: every[n] for n in results.grads}
-        loss = over(results.loss, setting.loss.spec)
-        return Results(loss, over(results.states, setting.lead.spec), grads)
+        loss = shardings_for(results.loss, setting.loss.spec)
+        return Results(loss, shardings_for(results.states, setting.lead.spec), grads)
 
-    def _of_all_stages(self, x: Any) -> jax.ShapeDtypeStruct:
+    def _all_stages_type(self, x: Any) -> jax.ShapeDtypeStruct:
         count = self._schedule.num_stages
         return jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype)
 
-    def _data(self, buffers: Any, batch: PyTree, keys: Any) -> list[StageInputs]:
+    def _stage_inputs(self, buffers: Any, batch: PyTree, keys: Any) -> list[StageInputs]:
         """Return the arguments that all operations of each stage of the model share."""
         setting = self._setting
         shardings = setting.shardings(self._stages.whole, setting.replica)
@@ -266,7 +267,9 @@ class Execution:
             for program, stage in zip(self._programs, self._schedule.placement, strict=True)
         ]
 
-    def _pass(self, data: Sequence[StageInputs], states: dict[str, Any], part: int) -> Pass:
+    def _dispatch_pass(
+        self, data: Sequence[StageInputs], states: dict[str, Any], part: int
+    ) -> Pass:
         """Dispatch the microbatches of one part of the batch."""
         setting, count = self._setting, self._schedule.num_microbatches
         views = self._stages.views_by_name(states, lambda _: setting.lead.spec)
@@ -289,36 +292,36 @@ class Execution:
             one_pass.evaluate()
         return one_pass
 
-    def _ended(self, one_pass: Pass) -> Results:
+    def _finish_pass(self, one_pass: Pass) -> Results:
         """Return the results of one part of the batch, from its sums on the stages."""
         setting, last = self._setting, self._schedule.placement[-1]
         every = [one_pass.results[m] for m in sorted(one_pass.results)]
-        terms = _sum_of_terms(every)
+        terms = _sum_terms(every)
         spec = setting.device.spec
         zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), terms)
         losses = [
-            terms if stage == last else _on(mesh, spec, zeros)
+            terms if stage == last else _device_put(mesh, spec, zeros)
             for stage, mesh in enumerate(self._stages.meshes)
         ]
-        loss = jax.tree.map(lambda *parts: self._stages.joined(parts, spec), *losses)
-        axes = setting.spread.data_axes
+        loss = jax.tree.map(lambda *parts: self._stages.join_stages(parts, spec), *losses)
+        axes = setting.batch_axes.data_axes
         shardings = setting.shardings(self._stages.whole, setting.device, but=axes)
         grads = {
-            name: self._stages.joined([t[name] for t in one_pass.totals], shardings[name].spec)
+            name: self._stages.join_stages([t[name] for t in one_pass.totals], shardings[name].spec)
             for name, x in one_pass.totals[0].items()
             if x is not None
         }
         states = {
-            name: self._stages.joined([buffers[name] for buffers in one_pass.states], spec)
+            name: self._stages.join_stages([buffers[name] for buffers in one_pass.states], spec)
             for name in one_pass.states[0]
         }
         totals = Totals(loss, grads, states)
-        loss, new_states, grads = self._step.ending(every[0])(totals)
+        loss, new_states, grads = self._step.reduction(every[0])(totals)
         results = Results(loss, new_states, grads if setting.differentiates else None)
         if AxisType.Explicit in setting.plan.mesh.axis_types:
             # Move nothing, but give results types with shardings on the mesh of the step's program.
             placed = jax.device_put(results, self._shardings(results))
-            if not setting.spread.lead:
+            if not setting.batch_axes.lead:
                 # Outside of jit, `jax.grad` starts from a cotangent without a mesh, and jax 0.10
                 # and 0.12 refuse to multiply it with gradients on this mesh.
                 loss = jax.tree.map(lambda x: x.addressable_data(0), results.loss)
@@ -327,18 +330,18 @@ class Execution:
         return results
 
 
-def _on(mesh: Any, spec: PartitionSpec, tree: PyTree) -> PyTree:
+def _device_put(mesh: Any, spec: PartitionSpec, tree: PyTree) -> PyTree:
     return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
-def _of_one_stage(x: Any, role: Any) -> jax.ShapeDtypeStruct:
+def _one_stage_type(x: Any, role: Any) -> jax.ShapeDtypeStruct:
     """Return the type of one stage's part of an array; stages are the last leading dimension."""
     dim = role.num_lead - 1
     return jax.ShapeDtypeStruct((*x.shape[:dim], 1, *x.shape[dim + 1 :]), x.dtype)
 
 
 @jax.jit
-def _sum_of_terms(every: list[LossTerms]) -> LossTerms:
+def _sum_terms(every: list[LossTerms]) -> LossTerms:
     def total(*parts: jax.Array) -> jax.Array:
         wide = [x.astype(at_least_float32(x.dtype)) for x in parts]
         return sum(wide[1:], start=wide[0])
@@ -351,7 +354,7 @@ def _without_states(results: Results) -> Results:
 
 
 @jax.jit
-def _terms(results: Results) -> tuple[WeightedSum, WeightedSum]:
+def _weighted_sums(results: Results) -> tuple[WeightedSum, WeightedSum]:
     """Return what a part adds to sums: loss and gradients with the loss' weight, and metrics."""
     loss = results.loss
     return WeightedSum.from_value((loss.value, results.grads), loss.weight), WeightedSum.from_value(
@@ -360,7 +363,7 @@ def _terms(results: Results) -> tuple[WeightedSum, WeightedSum]:
 
 
 @jax.jit
-def _sum(total: PyTree, terms: PyTree) -> PyTree:
+def _add(total: PyTree, terms: PyTree) -> PyTree:
     return jax.tree.map(jnp.add, total, terms)
 
 

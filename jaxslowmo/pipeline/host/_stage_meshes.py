@@ -13,7 +13,7 @@ from .._plan import Plan
 
 
 @dataclass(frozen=True)
-class Spread:
+class BatchAxes:
     """The axes of a mesh over which the devices of a stage compute independently.
 
     Attributes:
@@ -98,7 +98,7 @@ class StageMeshes:
         views = {name: self.views(x, spec_of(name)) for name, x in arrays.items()}
         return [{n: parts[i] for n, parts in views.items()} for i in range(len(self.meshes))]
 
-    def joined(self, parts: Sequence[jax.Array], spec: P) -> jax.Array:
+    def join_stages(self, parts: Sequence[jax.Array], spec: P) -> jax.Array:
         """Return the array on the whole mesh with this sharding, from the parts on the stages."""
         dim = next(i for i, entry in enumerate(spec) if entry == self._axis_name)
         shape = list(parts[0].shape)

@@ -14,9 +14,15 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import CompilerOptions, PyTree
 from ...mesh import is_shared, only_over, place_key
 from ...tree import at_least_float32
-from .._plan import Ending, Plan, Totals, gathered
-from ..model import LossTerms, in_microbatches, microbatch_of, share_of_microbatches, without_state
-from ._stage_meshes import Spread
+from .._plan import Plan, StepReduction, Totals, all_gather_leaf
+from ..model import (
+    LossTerms,
+    local_microbatches,
+    select_microbatch,
+    split_microbatches,
+    without_state,
+)
+from ._stage_meshes import BatchAxes
 
 
 class StageInputs(NamedTuple):
@@ -60,7 +66,7 @@ class HostSetting(NamedTuple):
 
     Attributes:
       plan: the plan of the pipeline.
-      spread: the axes over which devices compute independently.
+      batch_axes: the axes over which devices compute independently.
       parts: number of parts of a batch, which go through the stages one after the other.
       key_impl: the implementation of typed PRNG keys; None for keys without a type.
       differentiates: whether to compute gradients.
@@ -68,7 +74,7 @@ class HostSetting(NamedTuple):
     """
 
     plan: Plan
-    spread: Spread
+    batch_axes: BatchAxes
     parts: int
     key_impl: str | None
     differentiates: bool
@@ -77,27 +83,27 @@ class HostSetting(NamedTuple):
     @property
     def replica(self) -> Role:
         """The role of a value per replica and stage; one copy has no dimension of replicas."""
-        return self._by_stage(self.spread.replicas)
+        return self._by_stage(self.batch_axes.replicas)
 
     @property
     def lead(self) -> Role:
         """The role of a value per stage and position over which the caller has split the batch."""
-        return self._by_stage(self.spread.lead)
+        return self._by_stage(self.batch_axes.lead)
 
     @property
     def device(self) -> Role:
         """The role of a value per device."""
-        return Role(P(self.spread.all, self.plan.axis_name), 2)
+        return Role(P(self.batch_axes.all, self.plan.axis_name), 2)
 
     @property
     def loss(self) -> Role:
         """The role of a value per position over which the caller has split the batch."""
-        return Role(P(self.spread.lead), 1) if self.spread.lead else SHARED
+        return Role(P(self.batch_axes.lead), 1) if self.batch_axes.lead else SHARED
 
     @property
     def batch(self) -> Role:
         """The role of a batch, whose rows are split over positions and replicated over stages."""
-        return Role(P(self.spread.lead), 0) if self.spread.lead else SHARED
+        return Role(P(self.batch_axes.lead), 0) if self.batch_axes.lead else SHARED
 
     def _by_stage(self, axes: tuple[str, ...]) -> Role:
         stage = self.plan.axis_name
@@ -108,7 +114,7 @@ class HostSetting(NamedTuple):
         spec = only_over(self.plan.layout.specs[name][1:], frozenset(axes))
         return replace(role, spec=P(*role.spec, *spec))
 
-    def mapped(
+    def shard_map(
         self, mesh: Mesh, fn: Callable[..., Any], ins: Any, outs: Any, **options: Any
     ) -> Any:
         """Return the compiled program that runs `fn` on the values of each device.
@@ -121,28 +127,28 @@ class HostSetting(NamedTuple):
           **options: keyword arguments of `jax.jit`.
         """
 
-        def dropped(role: Role, tree: PyTree) -> PyTree:
+        def drop_lead(role: Role, tree: PyTree) -> PyTree:
             return jax.tree.map(lambda x: x.reshape(x.shape[role.num_lead :]), tree)
 
-        def added(role: Role, tree: PyTree) -> PyTree:
+        def add_lead(role: Role, tree: PyTree) -> PyTree:
             ones = (1,) * role.num_lead
             return jax.tree.map(lambda x: x.reshape(*ones, *x.shape), tree)
 
         def per_device(*args: PyTree) -> PyTree:
-            return jax.tree.map(added, outs, fn(*jax.tree.map(dropped, ins, args)))
+            return jax.tree.map(add_lead, outs, fn(*jax.tree.map(drop_lead, ins, args)))
 
         # `check_vma=False`, so that layers work as on one device: with types of varying axes, a
         # loop in a layer could not start from constants.
         def program(*args: PyTree) -> PyTree:
-            mapped = jax.shard_map(
+            sharded = jax.shard_map(
                 per_device,
                 mesh=mesh,
                 in_specs=jax.tree.map(lambda role, tree: role.specs(tree), ins, args),
                 out_specs=jax.tree.map(lambda role: role.spec, outs),
-                axis_names={*self.spread.all, self.plan.axis_name},
+                axis_names={*self.batch_axes.all, self.plan.axis_name},
                 check_vma=False,
             )
-            return mapped(*args)
+            return sharded(*args)
 
         return jax.jit(program, compiler_options=dict(self.compiler_options), **options)
 
@@ -169,24 +175,24 @@ class StagePrograms:
     def __init__(self, setting: HostSetting, number: int, mesh: Mesh) -> None:
         plan = setting.plan
         self._setting, self._plan, self._number = setting, plan, number
-        self._kind = plan.kinds[plan.of_stage[number]]
+        self._kind = plan.kinds[plan.kind_index[number]]
         self._stage: Any = None  # F traces it, which is dispatched before B, W and BW
         data: Any = StageInputs(setting.replica, setting.batch, setting.batch)  # type: ignore[arg-type]
-        device, mapped = setting.device, partial(setting.mapped, mesh)
-        axes = setting.spread.data_axes
+        device, compile_program = setting.device, partial(setting.shard_map, mesh)
+        axes = setting.batch_axes.data_axes
         buffers = {n: setting.of_buffer(n, setting.replica, axes) for n in plan.layout.specs}
-        self.weights = mapped(
-            self._weights, (buffers,), setting.replica, out_shardings=self._placed_weights(mesh)
+        self.weights = compile_program(
+            self._weights, (buffers,), setting.replica, out_shardings=self._weight_shardings(mesh)
         )
         ins = data, SHARED, device, device
-        self.forward = mapped(self._forward, ins, device, donate_argnums=3)
-        self.backward_input = mapped(self._backward_input, ins, device)
+        self.forward = compile_program(self._forward, ins, device, donate_argnums=3)
+        self.backward_input = compile_program(self._backward_input, ins, device)
         # Without this the compiler might choose another sharding of the sum for every program.
         pinned = setting.shardings(mesh, device, but=axes)
-        self.backward_weight = mapped(
+        self.backward_weight = compile_program(
             self._backward_weight, (*ins, device), device, donate_argnums=4, out_shardings=pinned
         )
-        self.backward = mapped(
+        self.backward = compile_program(
             self._backward,
             (*ins, device),
             (device, device),
@@ -199,25 +205,25 @@ class StagePrograms:
 
         Communication: one all-gather, over the data axes, of each buffer that is sharded there.
         """
-        specs, axes = self._plan.layout.specs, frozenset(self._setting.spread.data_axes)
-        whole = {n: gathered(x, only_over(specs[n][1:], axes)) for n, x in buffers.items()}
+        specs, axes = self._plan.layout.specs, frozenset(self._setting.batch_axes.data_axes)
+        whole = {n: all_gather_leaf(x, only_over(specs[n][1:], axes)) for n, x in buffers.items()}
         return self._kind.weights.read(whole, self._number)
 
-    def _placed_weights(self, mesh: Mesh) -> PyTree:
+    def _weight_shardings(self, mesh: Mesh) -> PyTree:
         """Return the shardings of these leaves over the axes that the compiler handles."""
         setting, segments = self._setting, self._kind.weights
         lead = setting.replica.spec
-        inside = frozenset(mesh.axis_names) - set(setting.spread.data_axes)
+        inside = frozenset(mesh.axis_names) - set(setting.batch_axes.data_axes)
         specs = [P(*lead, *only_over(place.leaf.spec, inside)) for place in segments.places]
         return segments.treedef.unflatten([NamedSharding(mesh, spec) for spec in specs])
 
     def _microbatch(self, data: StageInputs, number: jax.Array) -> PyTree:
         """Return microbatch `number`, counted over all parts, in the form that layers take."""
         plan, setting = self._plan, self._setting
-        count, axes = plan.schedule.num_microbatches, setting.spread.data_axes
+        count, axes = plan.schedule.num_microbatches, setting.batch_axes.data_axes
         shares = {axis: plan.mesh.shape[axis] for axis in axes}
-        batch = in_microbatches(data.batch, setting.parts * count, shares)
-        batch = share_of_microbatches(batch, axes)
+        batch = split_microbatches(data.batch, setting.parts * count, shares)
+        batch = local_microbatches(batch, axes)
         part, index = number // count, number % count
         key = None
         if data.keys is not None:
@@ -227,7 +233,7 @@ class StagePrograms:
             key = place_key(key, axes)
         # The key depends on the number within the part, the rows on the number within the batch.
         shift = jnp.int32(plan.shifts[self._number])
-        return microbatch_of(batch, key, number, shift, key_number=index)
+        return select_microbatch(batch, key, number, shift, key_number=index)
 
     def _forward(
         self, data: StageInputs, number: jax.Array, x: PyTree, states: PyTree
@@ -239,7 +245,7 @@ class StagePrograms:
             self._stage = self._plan.stage_program(kind, weights, x, microbatch)
         y, stash, after = kind.forward(self._stage, weights, x, microbatch)
         if kind.states is not None:
-            states = kind.states.written(states, after, self._number)
+            states = kind.states.write(states, after, self._number)
         return y, stash, states
 
     def _backward_input(
@@ -247,24 +253,24 @@ class StagePrograms:
     ) -> tuple[PyTree, PyTree]:
         weights, microbatch = data.weights, self._microbatch(data, number)
         dx, kept = self._stage.backward_input(weights, microbatch, stash, self._cotangent(dy))
-        return self._sent(dx), kept
+        return self._cotangent_to_send(dx), kept
 
     def _backward_weight(
         self, data: StageInputs, number: jax.Array, stash: PyTree, kept: PyTree, total: PyTree
     ) -> PyTree:
         weights, microbatch = data.weights, self._microbatch(data, number)
         grads = self._stage.backward_weight(weights, microbatch, stash, kept)
-        return self._kind.weights.added(total, grads, self._number, in_place=False)
+        return self._kind.weights.accumulate(total, grads, self._number, in_place=False)
 
     def _backward(
         self, data: StageInputs, number: jax.Array, stash: PyTree, dy: PyTree, total: PyTree
     ) -> tuple[PyTree, PyTree]:
         weights, microbatch = data.weights, self._microbatch(data, number)
         dx, grads = self._stage.backward(weights, microbatch, stash, self._cotangent(dy))
-        added = self._kind.weights.added(total, grads, self._number, in_place=False)
-        return self._sent(dx), added
+        total = self._kind.weights.accumulate(total, grads, self._number, in_place=False)
+        return self._cotangent_to_send(dx), total
 
-    def _sent(self, dx: PyTree) -> PyTree:
+    def _cotangent_to_send(self, dx: PyTree) -> PyTree:
         return None if self._kind.is_first else without_state(dx)
 
     def _cotangent(self, dy: PyTree) -> PyTree:
@@ -286,9 +292,9 @@ class StepPrograms:
 
     def __init__(self, setting: HostSetting, mesh: Mesh, meshes: Sequence[Mesh]) -> None:
         self._setting, self._mesh = setting, mesh
-        axes = setting.spread.data_axes
+        axes = setting.batch_axes.data_axes
         self.zeros = [
-            setting.mapped(
+            setting.shard_map(
                 each,
                 partial(_zeros, setting),
                 (),
@@ -298,11 +304,11 @@ class StepPrograms:
             for each in meshes
         ]
         self.device_states = [
-            setting.mapped(each, lambda x: x, (setting.lead,), setting.device) for each in meshes
+            setting.shard_map(each, lambda x: x, (setting.lead,), setting.device) for each in meshes
         ]
-        self._endings: dict[Any, Any] = {}
+        self._reductions: dict[Any, Any] = {}
 
-    def ending(self, loss: LossTerms) -> Any:
+    def reduction(self, loss: LossTerms) -> Any:
         """Return the program that reduces the totals of all devices.
 
         Its results are the loss, the buffers of the model state, and the buffers of the
@@ -312,27 +318,27 @@ class StepPrograms:
           loss: the last stage's result for a microbatch, which has the dtype of the loss.
         """
         dtype = loss.total.dtype
-        if dtype not in self._endings:
-            self._endings[dtype] = self._ending(dtype)
-        return self._endings[dtype]
+        if dtype not in self._reductions:
+            self._reductions[dtype] = self._build_reduction(dtype)
+        return self._reductions[dtype]
 
-    def _ending(self, dtype: Any) -> Any:
-        setting, axes = self._setting, self._setting.spread.data_axes
-        outer = tuple(axis for axis in setting.plan.data_axes if axis in setting.spread.lead)
-        ending = Ending(setting.plan, axes, outer)
+    def _build_reduction(self, dtype: Any) -> Any:
+        setting, axes = self._setting, self._setting.batch_axes.data_axes
+        outer = tuple(axis for axis in setting.plan.data_axes if axis in setting.batch_axes.lead)
+        reduction = StepReduction(setting.plan, axes, outer)
         names = _floating(setting) if setting.differentiates else []
 
-        def ended(totals: Totals) -> Any:
-            loss = ending.loss(totals.loss, dtype)
-            grads = ending.gradients(totals, loss.weight) if names else {}
-            return loss, *jax.tree.map(lambda x: x[0], (ending.states(totals), grads))
+        def reduce_totals(totals: Totals) -> Any:
+            loss = reduction.loss(totals.loss, dtype)
+            grads = reduction.gradients(totals, loss.weight) if names else {}
+            return loss, *jax.tree.map(lambda x: x[0], (reduction.states(totals), grads))
 
         roles = {n: setting.of_buffer(n, setting.lead, axes) for n in names}
         every = setting.shardings(self._mesh, setting.lead)
         pinned = {n: every[n] for n in every if n in roles}
-        return setting.mapped(
+        return setting.shard_map(
             self._mesh,
-            ended,
+            reduce_totals,
             (setting.device,),
             (setting.loss, setting.lead, roles),
             out_shardings=(None, NamedSharding(self._mesh, setting.lead.spec), pinned),

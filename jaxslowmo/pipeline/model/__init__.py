@@ -8,11 +8,11 @@ from ._layered import Run as Run
 from ._layered import WithState as WithState
 from ._layered import quotient as quotient
 from ._layered import without_state as without_state
-from ._microbatches import Keyed as Keyed
-from ._microbatches import in_microbatches as in_microbatches
-from ._microbatches import microbatch_of as microbatch_of
+from ._microbatches import KeyedMicrobatch as KeyedMicrobatch
+from ._microbatches import local_microbatches as local_microbatches
 from ._microbatches import microbatch_specs as microbatch_specs
-from ._microbatches import share_of_microbatches as share_of_microbatches
+from ._microbatches import select_microbatch as select_microbatch
+from ._microbatches import split_microbatches as split_microbatches
 from ._optimizer import StagePacking as StagePacking
 from ._stage_layout import Block as Block
 from ._stage_layout import StageLayout as StageLayout

@@ -16,12 +16,12 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import PyTree
 from ...mesh import array_from_host, only_over
 from ...tree import Leaf, LeafPlace, Staged, promoted_dtype
-from ._ties import mirrors
+from ._ties import has_prefix
 
 _MULTIPLE = 64  # of elements; below its square the padding would be above 1.6 %
 
 
-def _padded(size: int) -> int:
+def _pad_size(size: int) -> int:
     return size if size < _MULTIPLE**2 else -(-size // _MULTIPLE) * _MULTIPLE
 
 
@@ -104,7 +104,7 @@ class BufferPacking:
             ends[place.leaf.buffer] = max(ends[place.leaf.buffer], end)
         sizes = dict(self.axis_sizes)
         return {
-            n: (self.num_stages, *(sizes[axis] for axis in self.axes[n]), _padded(end))
+            n: (self.num_stages, *(sizes[axis] for axis in self.axes[n]), _pad_size(end))
             for n, end in ends.items()
         }
 
@@ -113,7 +113,7 @@ class BufferPacking:
         """The sharding of each buffer."""
         return {name: P(self.axis_name, *axes, None) for name, axes in self.axes.items()}
 
-    def staged(self, buffers: Mapping[str, Any]) -> Staged:
+    def wrap_buffers(self, buffers: Mapping[str, Any]) -> Staged:
         """Return the buffers as a `Staged` tree."""
         return Staged(dict(buffers), self)
 
@@ -155,9 +155,9 @@ class BufferPacking:
                 flat = place.leaf.flat(x, numpy, num_lead)
                 pieces[place.leaf.buffer].append(flat)
         lead = np.shape(jax.tree.leaves(tree)[0])[:num_lead] if num_lead else ()
-        return {name: self._filled(name, flat, numpy, lead) for name, flat in pieces.items()}
+        return {name: self._concatenate(name, flat, numpy, lead) for name, flat in pieces.items()}
 
-    def _filled(self, name: str, pieces: list[Any], numpy: Any, lead: tuple[int, ...]) -> Any:
+    def _concatenate(self, name: str, pieces: list[Any], numpy: Any, lead: tuple[int, ...]) -> Any:
         """Return the concatenated pieces of a buffer, padded with zeros to its size."""
         shape = *lead, *self.shapes[name][1:]
         if not pieces:
@@ -170,9 +170,9 @@ class BufferPacking:
             numpy.pad(pieces[0], [*[(0, 0)] * (len(shape) - 1), (0, lack)]) if lack else pieces[0]
         )
 
-    def mirrors(self, x: Any) -> bool:
+    def matches_params(self, x: Any) -> bool:
         """Return whether `x` has the structure of the parameters, with any trees as leaves."""
-        return mirrors(self.outer, x)
+        return has_prefix(self.outer, x)
 
     def model_types(self, buffers: Mapping[str, Any]) -> PyTree:
         """Return the types of the tree of the whole model, from buffers or their types."""
@@ -198,7 +198,7 @@ class BufferPacking:
             for name, shape in self.shapes.items()
         }
 
-    def repeated(self, name: str, numpy: Any = jnp) -> Any:
+    def tied_copy_mask(self, name: str, numpy: Any = jnp) -> Any:
         """Return a mask of the elements that are copies of tied parameters stored elsewhere.
 
         The mask is a bool array that broadcasts to (stages, *sizes, elements); None without copies.
@@ -220,7 +220,7 @@ class BufferPacking:
             mask = mask | ((stage == at) & (element >= start) & (element < end))
         return mask
 
-    def like(self, tree: PyTree) -> Self:
+    def for_tree(self, tree: PyTree) -> Self:
         """Return the packing of a tree like the parameters, such as moments.
 
         Args:
@@ -249,7 +249,7 @@ class BufferPacking:
 
     # All stages.
 
-    def stacked(self, tree: PyTree, num_lead: int = 0, *, on_mesh: bool = False) -> Staged:
+    def stack(self, tree: PyTree, num_lead: int = 0, *, on_mesh: bool = False) -> Staged:
         """Return the buffers of all stages.
 
         Args:
@@ -258,27 +258,27 @@ class BufferPacking:
           on_mesh: whether NumPy arrays are moved to the mesh, too; else they stay on the host.
         """
 
-        def stages(numpy: Any, tree: PyTree) -> dict[str, Any]:
+        def stack_stages(numpy: Any, tree: PyTree) -> dict[str, Any]:
             packed = [self.pack(tree, s, numpy, num_lead) for s in range(self.num_stages)]
             return {name: numpy.stack([x[name] for x in packed], num_lead) for name in self.axes}
 
         leaves = jax.tree.leaves(tree)
         if not leaves:
-            return self.staged({})
+            return self.wrap_buffers({})
         if any(isinstance(x, Tracer) for x in leaves):
-            buffers = stages(jnp, tree)
-            return self.staged(self.over_explicit_axes(buffers) if on_mesh else buffers)
+            buffers = stack_stages(jnp, tree)
+            return self.wrap_buffers(self.reshard_explicit(buffers) if on_mesh else buffers)
         if not on_mesh and all(isinstance(x, np.ndarray | np.generic) for x in leaves):
-            return self.staged(stages(np, tree))
-        kinds = jax.eval_shape(lambda tree: stages(jnp, tree), tree)
+            return self.wrap_buffers(stack_stages(np, tree))
+        kinds = jax.eval_shape(lambda tree: stack_stages(jnp, tree), tree)
         dtypes = {name: x.dtype for name, x in kinds.items()}
         types = self.buffer_types(dtypes, np.shape(leaves[0])[:num_lead])
         if all(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-            return self.staged(types)
+            return self.wrap_buffers(types)
         shardings = {name: x.sharding for name, x in types.items()}
         if all(_is_on(self.mesh, x) for x in leaves):
-            fn = _placing(lambda tree: stages(jnp, tree), self.mesh, shardings)
-            return self.staged(fn(tree))
+            fn = _jit_on_mesh(lambda tree: stack_stages(jnp, tree), self.mesh, shardings)
+            return self.wrap_buffers(fn(tree))
         on_host = jax.tree.map(np.asarray, tree)
 
         def part(name: str, dtype: Any, index: Any) -> np.ndarray:
@@ -287,11 +287,11 @@ class BufferPacking:
             packed = (self.pack(on_host, s, np, num_lead) for s in of_stages)
             return np.stack([buffers[name][rest] for buffers in packed], num_lead).astype(dtype)
 
-        def placed(name: str, x: Any) -> jax.Array:
+        def shard_buffer(name: str, x: Any) -> jax.Array:
             of_part = partial(part, name, x.dtype)
             return array_from_host(x.shape, x.sharding, of_part)
 
-        return self.staged({name: placed(name, x) for name, x in types.items()})
+        return self.wrap_buffers({name: shard_buffer(name, x) for name, x in types.items()})
 
     def model_tree(self, buffers: Mapping[str, Any]) -> PyTree:
         """Return the tree of the whole model from buffers (*lead, stages, ...).
@@ -322,9 +322,9 @@ class BufferPacking:
         front = [*sharding.spec, *[None] * num_lead][:num_lead]
         mesh = sharding.mesh
         shardings = self.map(lambda p: NamedSharding(mesh, P(*front, *p.leaf.spec)))
-        return _placing(whole, mesh, shardings)(dict(buffers))
+        return _jit_on_mesh(whole, mesh, shardings)(dict(buffers))
 
-    def over_explicit_axes(self, buffers: dict[str, Any]) -> dict[str, Any]:
+    def reshard_explicit(self, buffers: dict[str, Any]) -> dict[str, Any]:
         """Return traced buffers, sharded over Explicit axes like buffers that are on the mesh."""
         context = jax.sharding.get_abstract_mesh()
         mesh = self.mesh if context.empty else context
@@ -334,17 +334,17 @@ class BufferPacking:
         types = self.buffer_types({name: x.dtype for name, x in buffers.items()}, ())
         specs = {name: only_over(x.sharding.spec, explicit) for name, x in types.items()}
 
-        def over(name: str, x: Any) -> Any:
+        def reshard(name: str, x: Any) -> Any:
             # First replicate the buffer on the mesh, then shard it: the gradient takes the same
             # way back. A sharded gradient cannot be divided into leaves, and without the first
             # step there is no mesh on which to make it whole.
             whole = jax.sharding.reshard(x, NamedSharding(mesh, P()))
             return jax.sharding.reshard(whole, NamedSharding(mesh, specs[name]))
 
-        return {name: over(name, x) for name, x in buffers.items()}
+        return {name: reshard(name, x) for name, x in buffers.items()}
 
 
-def _placing(fn: Any, mesh: Any, shardings: PyTree) -> Any:
+def _jit_on_mesh(fn: Any, mesh: Any, shardings: PyTree) -> Any:
     """Return the compiled `fn` of arrays on a mesh, with results in these shardings."""
     if explicit := frozenset(mesh.explicit_axes):
         typed = jax.tree.map(lambda s: NamedSharding(mesh, only_over(s.spec, explicit)), shardings)

@@ -18,8 +18,8 @@ from ..._support.types import PyTree
 from ...tracing import Quotient, check_loss
 from ...transform import LossProgram
 from ...tree import check_arrays, leaf_names, promoted_dtype
-from ._microbatches import Keyed
-from ._ties import Groups, TiedLeaf, Ties, as_one, as_ties, tied_positions, tied_transform
+from ._microbatches import KeyedMicrobatch
+from ._ties import Groups, TiedLeaf, Ties, as_ties, tie_leaves, tied_positions, tied_transform
 
 # Shorter runs of equal layers are unrolled: the compiler does not fuse across the border of a loop.
 _SHORTEST = 4
@@ -147,29 +147,35 @@ class LayeredModel(LossProgram):
         Raises:
           ValueError: parameters or model state of other layers, or an invalid loss.
         """
-        return self._called(params, batch, rng, model_state, weighted=False)
+        return self._compute_loss(params, batch, rng, model_state, as_quotient=False)
 
-    def weighted(
+    def quotient_loss(
         self, params: Sequence[PyTree], batch: PyTree, *, rng: Any = None, model_state: Any = None
     ) -> Any:
         """Compute the loss as the call does; a quotient of sums is a `tracing.Quotient`."""
-        return self._called(params, batch, rng, model_state, weighted=True)
+        return self._compute_loss(params, batch, rng, model_state, as_quotient=True)
 
-    def _called(
-        self, params: Sequence[PyTree], batch: PyTree, rng: Any, model_state: Any, *, weighted: bool
+    def _compute_loss(
+        self,
+        params: Sequence[PyTree],
+        batch: PyTree,
+        rng: Any,
+        model_state: Any,
+        *,
+        as_quotient: bool,
     ) -> Any:
         # `check_params` is too strict: leaves may be functions, as in an equinox module.
         self._check_count(params)
-        microbatch = batch if rng is None else Keyed(batch, rng)
+        microbatch = batch if rng is None else KeyedMicrobatch(batch, rng)
         whole = self.stage(0, len(self.layers))
-        weights = tuple(as_one(self.tied_positions(params), params))
+        weights = tuple(tie_leaves(self.tied_positions(params), params))
         x = None
         if self.takes_state:
             x = WithState(None, self.checked_state(model_state))
         elif jax.tree.leaves(model_state):
             raise ValueError("`model_state` must be left out, since no layer takes `state`.")
         terms = whole(weights, x, microbatch)
-        return terms.loss(1).returned(terms.state, weighted=weighted)
+        return terms.loss(1).to_output(terms.state, as_quotient=as_quotient)
 
     def stage(
         self, start: int, end: int, runs: Sequence[Run] | None = None, *, loops: bool = True
@@ -194,7 +200,7 @@ class LayeredModel(LossProgram):
         all_runs = [Run(i, 1) for i in range(start, end)] if runs is None else runs
 
         def compute(weights: Sequence[PyTree], x: PyTree, microbatch: PyTree) -> Any:
-            keyed = microbatch if isinstance(microbatch, Keyed) else None
+            keyed = microbatch if isinstance(microbatch, KeyedMicrobatch) else None
             examples = microbatch if keyed is None else keyed.batch
             states: Sequence[PyTree] = [None] * len(all_runs)
             if self.takes_state:
@@ -218,7 +224,7 @@ class LayeredModel(LossProgram):
         weights: PyTree,
         x: PyTree,
         state: PyTree,
-        keyed: Keyed | None,
+        keyed: KeyedMicrobatch | None,
         loops: bool,
     ) -> tuple[PyTree, PyTree]:
         """Return the output of the layers of a run, and their new state."""
@@ -230,7 +236,9 @@ class LayeredModel(LossProgram):
                 options["key"] = None if keyed is None else keyed.layer_key(index)
             if "state" not in takes:
                 return self.layers[first](params, x, **options), state
-            return self._with_state(first, self.layers[first](params, x, **options, state=state))
+            return self._checked_result(
+                first, self.layers[first](params, x, **options, state=state)
+            )
 
         if run.count == 1:
             return layer(x, weights, state, first)
@@ -251,7 +259,7 @@ class LayeredModel(LossProgram):
 
         return lax.scan(step, x, (weights, state, first + jnp.arange(run.count)))
 
-    def _with_state(self, index: int, result: Any) -> tuple[PyTree, PyTree]:
+    def _checked_result(self, index: int, result: Any) -> tuple[PyTree, PyTree]:
         if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(
                 f"`layers`: layer {index} takes `state` and must return (x, new state), got "
@@ -303,9 +311,9 @@ class LayeredModel(LossProgram):
         """Return the positions of tied leaves; raise `ValueError` unless `params` has them."""
         return tied_positions(self.tied, params) if self.tied else ()
 
-    def as_one(self, params: Sequence[PyTree]) -> list[PyTree]:
+    def tie_params(self, params: Sequence[PyTree]) -> list[PyTree]:
         """Return `params` with tied leaves replaced by the first of their group."""
-        return as_one(self.tied_positions(params), params, differentiable=False)
+        return tie_leaves(self.tied_positions(params), params, differentiable=False)
 
     def tied_transform(
         self, tx: optax.GradientTransformation
@@ -358,7 +366,7 @@ def takes_of(layers: Sequence[Any], takes: Takes) -> tuple[tuple[str, ...], ...]
             "`takes` must be names out of 'key' and 'state' for all layers, such as ('key',), or a "
             f"list of one such tuple or None for each of the {len(layers)} layers, got {takes!r}."
         )
-    return tuple(_taken(i, *one) for i, one in enumerate(zip(layers, each, strict=True)))
+    return tuple(_layer_keywords(i, *one) for i, one in enumerate(zip(layers, each, strict=True)))
 
 
 def _are_names(x: Any) -> bool:
@@ -366,7 +374,7 @@ def _are_names(x: Any) -> bool:
     return is_collection and all(isinstance(name, str) and name in KEYWORDS for name in x)
 
 
-def _taken(index: int, layer: Any, said: Collection[str] | None) -> tuple[str, ...]:
+def _layer_keywords(index: int, layer: Any, said: Collection[str] | None) -> tuple[str, ...]:
     """Return the keywords of layer `index`: those in `said`; None: those that its signature has."""
     if not callable(layer):
         raise ValueError(
@@ -461,15 +469,15 @@ class Loss(NamedTuple):
     weight: jax.Array | None
     metrics: Metrics | None
 
-    def returned(self, state: PyTree = None, *, weighted: bool) -> Any:
+    def to_output(self, state: PyTree = None, *, as_quotient: bool) -> Any:
         """Return what a loss function returns: loss, (loss, metrics) or (loss, (metrics, state)).
 
         Args:
           state: the new model state; None for models without.
-          weighted: whether a loss with a weight is returned as a `Quotient`.
+          as_quotient: whether a loss with a weight is returned as a `Quotient`.
         """
         loss: Any = self.value
-        if weighted and self.weight is not None:
+        if as_quotient and self.weight is not None:
             loss = Quotient(self.value, self.weight)
         if state is not None:
             return loss, (self.metrics or {}, state)

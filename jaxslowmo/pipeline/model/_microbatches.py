@@ -14,7 +14,7 @@ from ...mesh import axis_size
 from ...tree import leaf_names
 
 
-class Keyed(NamedTuple):
+class KeyedMicrobatch(NamedTuple):
     """A microbatch, and the PRNG key for its layers.
 
     Attributes:
@@ -33,19 +33,14 @@ class Keyed(NamedTuple):
         return jax.random.fold_in(self.key, layer + self.shift)
 
 
-def keyed_microbatch(batch: PyTree, rng: jax.Array | None, index: Any, shift: Any = 0) -> PyTree:
-    """Pair microbatch number `index` with its key; return it as it is if `rng` is None."""
-    return batch if rng is None else Keyed(batch, jax.random.fold_in(rng, index), shift)
-
-
-class Shared(NamedTuple):
+class SharedLeaf(NamedTuple):
     """A leaf of a batch that all examples share, so that it is not divided."""
 
     value: Any
 
 
-def in_microbatches(batch: PyTree, count: int, shares: Mapping[str, int]) -> PyTree:
-    """Return the batch with leaves (count, examples / count, ...), and `Shared` ones.
+def split_microbatches(batch: PyTree, count: int, shares: Mapping[str, int]) -> PyTree:
+    """Return the batch with leaves (count, examples / count, ...), and `SharedLeaf` ones.
 
     Args:
       batch: leaves (examples, ...). All examples share a scalar, and a leaf whose leading dimension
@@ -82,58 +77,61 @@ def in_microbatches(batch: PyTree, count: int, shares: Mapping[str, int]) -> PyT
 
     def cut(x: Any) -> Any:
         if not jnp.ndim(x) or jnp.shape(x)[0] < examples:
-            return Shared(x)
+            return SharedLeaf(x)
         return jnp.reshape(x, (count, examples // count, *jnp.shape(x)[1:]))
 
     return jax.tree.map(cut, batch)
 
 
 def microbatch_specs(microbatches: PyTree, data_axes: Sequence[str]) -> PyTree:
-    """Return the specs of microbatches: split over the data axes, except `Shared` leaves."""
+    """Return the specs of microbatches: split over the data axes, except `SharedLeaf` leaves."""
 
     def spec(x: Any) -> Any:
-        return Shared(P()) if is_shared(x) else P(None, tuple(data_axes))
+        return SharedLeaf(P()) if is_shared_leaf(x) else P(None, tuple(data_axes))
 
-    return jax.tree.map(spec, microbatches, is_leaf=is_shared)
+    return jax.tree.map(spec, microbatches, is_leaf=is_shared_leaf)
 
 
-def is_shared(x: Any) -> bool:
+def is_shared_leaf(x: Any) -> bool:
     """Return whether a part of a batch is shared by all examples."""
-    return isinstance(x, Shared)
+    return isinstance(x, SharedLeaf)
 
 
-def microbatch_of(
+def select_microbatch(
     batch: PyTree, rng: Any, number: Any, shift: Any, *, key_number: Any = None
 ) -> PyTree:
     """Return a microbatch in the form that the layers of a stage take.
 
     Args:
-      batch: leaves (microbatches, examples, ...), and `Shared` ones.
+      batch: leaves (microbatches, examples, ...), and `SharedLeaf` ones.
       rng: the PRNG key of the step on this device, or None.
       number: () int32, the number of the microbatch.
-      shift: () int32, added to the index of each layer; see `Keyed`.
+      shift: () int32, added to the index of each layer; see `KeyedMicrobatch`.
       key_number: () int32, the number of the microbatch among those of this key; None: `number`.
     """
 
     def one(x: Any) -> jax.Array:
-        if is_shared(x):
+        if is_shared_leaf(x):
             x = x.value
         else:
             x = lax.dynamic_index_in_dim(x, number, 0, keepdims=False)
         waits = jax.typeof(x).memory_space == jax.memory.Space.Host
         return jax.device_put(x, jax.memory.Space.Device) if waits else x
 
-    key_number = number if key_number is None else key_number
-    return keyed_microbatch(jax.tree.map(one, batch, is_leaf=is_shared), rng, key_number, shift)
+    microbatch = jax.tree.map(one, batch, is_leaf=is_shared_leaf)
+    if rng is None:
+        return microbatch
+    key = jax.random.fold_in(rng, number if key_number is None else key_number)
+    return KeyedMicrobatch(microbatch, key, shift)
 
 
-def share_of_microbatches(batch: PyTree, data_axes: Sequence[str]) -> PyTree:
+def local_microbatches(batch: PyTree, data_axes: Sequence[str]) -> PyTree:
     """Return the part of microbatches that this position along `data_axes` computes."""
 
     def share(x: Any) -> Any:
-        if is_shared(x):
+        if is_shared_leaf(x):
             return x
         size = x.shape[1] // math.prod(map(axis_size, data_axes))
         return lax.dynamic_slice_in_dim(x, lax.axis_index(tuple(data_axes)) * size, size, 1)
 
-    return jax.tree.map(share, batch, is_leaf=is_shared) if data_axes else batch
+    return jax.tree.map(share, batch, is_leaf=is_shared_leaf) if data_axes else batch

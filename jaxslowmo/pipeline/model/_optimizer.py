@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ...transform import instead_of, takes_extra
 from ...tree import Staged, leaf_names, promoted_dtype, type_text
 from ._buffer_packing import BufferPacking
 from ._elements import Element, ElementReader
-from ._ties import Change, for_each_copy, seen_once
+from ._ties import TiedMap, drop_tied_copies, restore_tied_copies
 
 Buffers = dict[str, Any]
 
@@ -60,7 +60,7 @@ class StagePacking(BufferPacking):
             return self.update(tx, params, state, params, extra, argument)
 
         try:
-            state = self._on_stages(argument, tx.init, params)
+            state = self._run_on_stages(argument, tx.init, params)
             if self.num_stages > 1:
                 jax.eval_shape(update, params, state, value)  # refuses now what it would combine
         except _OtherStagesError:
@@ -69,7 +69,7 @@ class StagePacking(BufferPacking):
             if self.num_stages == 1:
                 raise
             why = f"it can't be traced for them ({type(error).__name__}: {error})"
-            raise _OtherStagesError.of(argument, why, instead_of(())) from error
+            raise _OtherStagesError(argument, why, instead_of(())) from error
         return state
 
     def update(
@@ -85,25 +85,25 @@ class StagePacking(BufferPacking):
         arrays = {name: x for name, x in extra.items() if _holds_arrays(x)}
         others = {name: x for name, x in extra.items() if name not in arrays}
 
-        def updated(updates: PyTree, state: PyTree, params: PyTree, arrays: Any) -> Any:
+        def call_update(updates: PyTree, state: PyTree, params: PyTree, arrays: Any) -> Any:
             return tx.update(updates, state, params, **arrays, **others)
 
-        return self._on_stages(argument, updated, updates, state, params, arrays)
+        return self._run_on_stages(argument, call_update, updates, state, params, arrays)
 
-    def _on_stages(self, argument: str, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
+    def _run_on_stages(self, argument: str, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
         """Return `fn(*args)`, of which each stage computes what belongs to its own leaves."""
         context = jax.sharding.get_abstract_mesh()
         inside = self.mesh.abstract_mesh if context.empty else context
         if self.num_stages > 1:
             inside = inside.update_axis_types({self.axis_name: AxisType.Manual})
         with jax.sharding.use_abstract_mesh(inside):  # a part of types, as it will be below
-            program = _ModelProgram.of(self, argument, fn, args)
+            program = _ModelProgram.trace(self, argument, fn, args)
         by_element, on_buffers = program.read(fn, args)
         if on_buffers:
-            return self._on_mesh(fn(*args))
-        nodes = jax.tree.leaves(args, is_leaf=_is_staged)
-        staged = [x.buffers for x in nodes if _is_staged(x)]
-        shared = [x for x in nodes if not _is_staged(x)]
+            return self._shard_over_stages(fn(*args))
+        nodes = jax.tree.leaves(args, is_leaf=_has_buffers)
+        staged = [x.buffers for x in nodes if _has_buffers(x)]
+        shared = [x for x in nodes if not _has_buffers(x)]
         numbers = range(self.num_stages)
 
         def device(staged: list[Buffers], shared: list[Any]) -> Any:
@@ -129,34 +129,36 @@ class StagePacking(BufferPacking):
                 mapped = jax.jit(mapped)
         results, equal = map(iter, mapped(staged, shared))
         return program.structure.unflatten(
-            next(equal) if packing is None else packing.staged(next(results))
+            next(equal) if packing is None else packing.wrap_buffers(next(results))
             for packing in program.after
         )
 
-    def _on_mesh(self, tree: PyTree) -> PyTree:
+    def _shard_over_stages(self, tree: PyTree) -> PyTree:
         """Return a tree with buffers split over the stages; fresh zeros would be replicated."""
         if not jax.sharding.get_abstract_mesh().empty:
             return tree  # the caller has mapped axes, and places the state
         automatic = frozenset(self.mesh.abstract_mesh.auto_axes)
         if self.axis_name not in automatic:  # jax 0.12 makes zeros like parameters replicated
-            return jax.tree.map(self._typed, tree, is_leaf=_is_staged)
+            return jax.tree.map(self._reshard_buffers, tree, is_leaf=_has_buffers)
 
         def place(x: Any) -> Any:
             if not isinstance(x, Staged):
                 return x
             specs = x.packing.specs
             shardings = {n: NamedSharding(self.mesh, only_over(specs[n], automatic)) for n in x}
-            return x.packing.staged(
+            return x.packing.wrap_buffers(
                 {n: lax.with_sharding_constraint(y, shardings[n]) for n, y in x.items()}
             )
 
-        return jax.tree.map(place, tree, is_leaf=_is_staged)
+        return jax.tree.map(place, tree, is_leaf=_has_buffers)
 
-    def _typed(self, x: Any) -> Any:
+    def _reshard_buffers(self, x: Any) -> Any:
         """Return a `Staged` tree with types sharded over Explicit axes; others as they are."""
-        return x.packing.staged(x.packing.over_explicit_axes(x.buffers)) if _is_staged(x) else x
+        return (
+            x.packing.wrap_buffers(x.packing.reshard_explicit(x.buffers)) if _has_buffers(x) else x
+        )
 
-    def tree(self, buffers: Buffers, stage: int, keeps_parts: bool) -> PyTree:
+    def stage_tree(self, buffers: Buffers, stage: int, keeps_parts: bool) -> PyTree:
         """Return the tree of a stage, laid out over the axes that the compiler handles.
 
         Args:
@@ -167,13 +169,13 @@ class StagePacking(BufferPacking):
             among the devices of all stages, and devices in this branch wait forever for devices in
             another one (jax 0.10.2 on CPU hangs with Muon).
         """
-        return self._laid_out(self.unpack(buffers, stage), stage, keeps_parts)
+        return self._constrain_sharding(self.unpack(buffers, stage), stage, keeps_parts)
 
-    def buffers(self, tree: PyTree, stage: int, keeps_parts: bool) -> Buffers:
-        """Return the buffers of a stage from its tree; undo `StagePacking.tree`."""
+    def stage_buffers(self, tree: PyTree, stage: int, keeps_parts: bool) -> Buffers:
+        """Return the buffers of a stage from its tree; undo `StagePacking.stage_tree`."""
         if not keeps_parts:
-            tree = self._laid_out(tree, stage, keeps_parts)
-        buffers = self.pack(self._laid_out(tree, stage, keeps_parts=True), stage)
+            tree = self._constrain_sharding(tree, stage, keeps_parts)
+        buffers = self.pack(self._constrain_sharding(tree, stage, keeps_parts=True), stage)
         explicit = frozenset(jax.sharding.get_abstract_mesh().explicit_axes)
         if not explicit:
             return buffers
@@ -187,13 +189,13 @@ class StagePacking(BufferPacking):
         if not (explicit := frozenset(context.explicit_axes)):
             return types
 
-        def typed(place: Any, x: Any) -> jax.ShapeDtypeStruct:
+        def leaf_type(place: Any, x: Any) -> jax.ShapeDtypeStruct:
             sharding = NamedSharding(context, only_over(place.leaf.spec, explicit))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-        return self.map(typed, types)
+        return self.map(leaf_type, types)
 
-    def _laid_out(self, tree: PyTree, stage: int, keeps_parts: bool) -> PyTree:
+    def _constrain_sharding(self, tree: PyTree, stage: int, keeps_parts: bool) -> PyTree:
         """Return the tree with every leaf sharded like its buffer, or whole.
 
         Without the constraint the compiler may split buffers in other ways, and permute their
@@ -262,31 +264,31 @@ class _ModelProgram(NamedTuple):
     instead: str
 
     @classmethod
-    def of(
+    def trace(
         cls, packing: StagePacking, argument: str, fn: Callable[..., PyTree], args: PyTree
     ) -> "_ModelProgram":
         """Trace `fn(*args)`, with the model's own trees in the place of `Staged` ones."""
-        nodes, of_args = jax.tree.flatten(args, is_leaf=_is_staged)
-        before = tuple(x.packing if _is_staged(x) else None for x in nodes)
-        trees = [x.packing.types_here(x.buffers) if _is_staged(x) else _type(x) for x in nodes]
-        every, is_like = range(len(packing.leaves)), packing.mirrors
+        nodes, of_args = jax.tree.flatten(args, is_leaf=_has_buffers)
+        before = tuple(x.packing if _has_buffers(x) else None for x in nodes)
+        trees = [x.packing.types_here(x.buffers) if _has_buffers(x) else _type(x) for x in nodes]
+        every, is_like = range(len(packing.leaves)), packing.matches_params
 
-        def changed(change: Change, tree: PyTree) -> PyTree:
+        def map_copies(change: TiedMap, tree: PyTree) -> PyTree:
             parts = packing.outer.flatten_up_to(tree)
             return packing.outer.unflatten(change(parts, packing.ties, every))
 
-        def of_model(*trees: PyTree) -> PyTree:
+        def model_fn(*trees: PyTree) -> PyTree:
             pairs = zip(before, trees, strict=True)
-            seen = [x if p is None else changed(seen_once, x) for p, x in pairs]
+            seen = [x if p is None else map_copies(drop_tied_copies, x) for p, x in pairs]
             results = fn(*of_args.unflatten(seen))
-            one = lambda x: changed(for_each_copy, x) if is_like(x) else x  # noqa: E731
+            one = lambda x: map_copies(restore_tied_copies, x) if is_like(x) else x  # noqa: E731
             return jax.tree.map(one, results, is_leaf=is_like)
 
         # Transforms ask whether values have types of mapped axes, as that of the stages will be.
         bound = [(packing.axis_name, packing.num_stages)] if packing.num_stages > 1 else None
-        closed, results = jax.make_jaxpr(of_model, axis_env=bound, return_shape=True)(*trees)
+        closed, results = jax.make_jaxpr(model_fn, axis_env=bound, return_shape=True)(*trees)
         found, structure = jax.tree.flatten(results, is_leaf=is_like)
-        after = tuple(packing.like(x) if is_like(x) else None for x in found)
+        after = tuple(packing.for_tree(x) if is_like(x) else None for x in found)
         return cls(
             packing=packing,
             argument=argument,
@@ -306,7 +308,7 @@ class _ModelProgram(NamedTuple):
         They may if all elements of all leaves in a buffer are treated alike, and if `fn(*args)`
         treats those of the buffer in the same way.
         """
-        reader, nodes = ElementReader(), jax.tree.leaves(args, is_leaf=_is_staged)
+        reader, nodes = ElementReader(), jax.tree.leaves(args, is_leaf=_has_buffers)
 
         def values(places: Iterable[_Place], program: Any) -> list[Element]:
             inputs = []
@@ -334,9 +336,9 @@ class _ModelProgram(NamedTuple):
             program, found = jax.make_jaxpr(fn, return_shape=True)(*args)
         except Exception:  # it may not know what to do with buffers
             return True, False
-        found = jax.tree.leaves(found, is_leaf=_is_staged)
-        after = [x.packing if _is_staged(x) else None for x in found]
-        shared = [x for x in found if not _is_staged(x)]
+        found = jax.tree.leaves(found, is_leaf=_has_buffers)
+        after = [x.packing if _has_buffers(x) else None for x in found]
+        shared = [x for x in found if not _has_buffers(x)]
         if after != list(self.after) or list(map(type_text, shared)) != self.shared:
             return True, False
         before, results_of_buffers = ([*_places_of_buffers(x)] for x in (nodes, found))
@@ -354,13 +356,13 @@ class _ModelProgram(NamedTuple):
         # A stage that holds a copy of a tied parameter has it in the place of the first one.
         near = held.union(group[0] for group in self.packing.ties if held.intersection(group))
         wanted = [at.position is None or at.position in held for at in self.outputs]
-        part, used = dce_jaxpr(self._printing(near), wanted)
+        part, used = dce_jaxpr(self._drop_other_callbacks(near), wanted)
         inputs = [at for at, is_used in zip(self.inputs, used, strict=True) if is_used]
         if beyond := {x.position for x in inputs if x.position is not None} - near:
-            raise _OtherStagesError.of(self.argument, self._why(min(beyond)), self.instead)
+            raise _OtherStagesError(self.argument, self._refusal_reason(min(beyond)), self.instead)
         return _Part(jaxpr_as_fun(ClosedJaxpr(part, self.closed.consts)), inputs)
 
-    def _printing(self, leaves: frozenset[int]) -> Any:
+    def _drop_other_callbacks(self, leaves: frozenset[int]) -> Any:
         """Return the program, of whose prints and callbacks only those of these leaves are left."""
         jaxpr, eqns = self.closed.jaxpr, []
         pairs = zip(jaxpr.invars, self.inputs, strict=True)
@@ -373,7 +375,7 @@ class _ModelProgram(NamedTuple):
                 eqns.append(eqn)
         return jaxpr.replace(eqns=eqns)
 
-    def _why(self, other: int) -> str:
+    def _refusal_reason(self, other: int) -> str:
         """Return why a leaf is used on a stage that does not hold it."""
         names = leaf_names(self.packing.outer.unflatten(range(len(self.packing.leaves))))
         for i, at in enumerate(self.outputs):
@@ -395,7 +397,7 @@ class _ModelProgram(NamedTuple):
         Args:
           part: the part of the program for this stage.
           stage: index of the device stage.
-          keeps_parts: see `StagePacking.tree`.
+          keeps_parts: see `StagePacking.stage_tree`.
           staged: the buffers of this stage for each tree of the arguments.
           shared: the arrays that all leaves share.
         """
@@ -406,8 +408,8 @@ class _ModelProgram(NamedTuple):
             if packing is None:
                 nodes.append(next(arrays))
             else:
-                parts = outer.flatten_up_to(packing.tree(next(buffers), stage, keeps_parts))
-                parts = seen_once(parts, self.packing.ties, held)
+                parts = outer.flatten_up_to(packing.stage_tree(next(buffers), stage, keeps_parts))
+                parts = drop_tied_copies(parts, self.packing.ties, held)
                 nodes.append([jax.tree.leaves(x) for x in parts])
 
         def array(at: _Place) -> Any:
@@ -421,11 +423,11 @@ class _ModelProgram(NamedTuple):
                 equal.append(jnp.asarray(next(results)))
             else:
                 tree = packing.map(lambda _: next(results), stage=stage)
-                new.append(packing.buffers(tree, stage, keeps_parts))
+                new.append(packing.stage_buffers(tree, stage, keeps_parts))
         return new, equal
 
 
-def _is_staged(x: Any) -> bool:
+def _has_buffers(x: Any) -> bool:
     return isinstance(x, Staged)
 
 
@@ -435,7 +437,7 @@ def _type(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _holds_arrays(x: PyTree) -> bool:
-    leaves = jax.tree.leaves(x, is_leaf=_is_staged)
+    leaves = jax.tree.leaves(x, is_leaf=_has_buffers)
     return all(isinstance(y, jax.Array | np.ndarray | np.generic | Staged) for y in leaves)
 
 
@@ -454,7 +456,7 @@ def _places(
 def _places_of_buffers(nodes: Sequence[Any]) -> Iterator[_Place]:
     """Yield the place of each array of these nodes, each buffer as if it were a leaf."""
     for number, node in enumerate(nodes):
-        if _is_staged(node):
+        if _has_buffers(node):
             yield from (_Place(number, i) for i, _ in enumerate(node))
         else:
             yield _Place(number)
@@ -463,9 +465,8 @@ def _places_of_buffers(nodes: Sequence[Any]) -> Iterator[_Place]:
 class _OtherStagesError(ValueError):
     """A transform is refused, since it combines leaves of several stages."""
 
-    @classmethod
-    def of(cls, argument: str, why: str, instead: str) -> Self:
-        return cls(
+    def __init__(self, argument: str, why: str, instead: str) -> None:
+        super().__init__(
             f"`{argument}` must not hold a transform whose result for a leaf, or whose state, "
             "depends on leaves of other stages, since each stage of a pipeline updates its own "
             f"leaves: {why}. {instead}"

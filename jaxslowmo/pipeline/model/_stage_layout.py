@@ -165,7 +165,7 @@ class StageLayout:
             axis_name=axis_name,
             mesh=mesh,
         )
-        self.specs = self.packing.staged(self.packing.specs)
+        self.specs = self.packing.wrap_buffers(self.packing.specs)
         held = sum(math.prod(leaf.shape) for leaf in flat)
         shapes = self.packing.shapes.values()
         self.num_padding: int = sum(math.prod(shape) for shape in shapes) - held
@@ -174,7 +174,7 @@ class StageLayout:
     def types(self) -> Staged:
         """The types of `stack(params)`."""
         dtypes = {name: np.dtype(name.partition("/")[0]) for name in self.packing.axes}
-        return self.packing.staged(self.packing.buffer_types(dtypes))
+        return self.packing.wrap_buffers(self.packing.buffer_types(dtypes))
 
     def places(self, model_stage: int) -> tuple[Any, tuple[LeafPlace, ...]]:
         """Return the leaves of a stage of the model, one tree per run of layers.
@@ -218,8 +218,8 @@ class StageLayout:
         Of tied parameters it has only the first copy. A mask broadcasts to its buffer; it is None
         for a buffer without further copies. `js.clip_by_global_norm` counts in this way by itself.
         """
-        repeated = {name: self.packing.repeated(name, np) for name in self.packing.axes}
-        return self.packing.staged({n: None if x is None else ~x for n, x in repeated.items()})
+        copies = {name: self.packing.tied_copy_mask(name, np) for name in self.packing.axes}
+        return self.packing.wrap_buffers({n: None if x is None else ~x for n, x in copies.items()})
 
     def stack(self, params: Sequence[PyTree]) -> Staged:
         """Return one tree of all stages, from one tree per layer.
@@ -238,7 +238,7 @@ class StageLayout:
           otherwise the copies that move them to their stages.
         """
         self._model.check_params(params)
-        whole = jax.tree.map(_as_array, type(params)(self._model.as_one(params)))  # type: ignore
+        whole = jax.tree.map(_as_array, type(params)(self._model.tie_params(params)))  # type: ignore
         if jax.tree.structure(whole) != self.packing.outer:
             raise ValueError("`params` must have the layers that the layout was made of.")
         named = zip(leaf_names(whole), jax.tree.leaves(whole), self.packing.leaves, strict=True)
@@ -247,7 +247,7 @@ class StageLayout:
                 raise ValueError(
                     f"`params` must have {list(leaf.shape)} at {name!r}, got {list(x.shape)}."
                 )
-        return self.packing.stacked(whole, on_mesh=True)
+        return self.packing.stack(whole, on_mesh=True)
 
     def unstack(self, buffers: Staged | Mapping[str, Any]) -> PyTree:
         """Return one tree per layer, from one tree of all stages; padding is left out.
@@ -269,9 +269,9 @@ class StageLayout:
         Leaves may have further dimensions before their own, such as replicas. Their number is taken
         from a part whose leaves end in the shapes of the parameters. NumPy arrays stay on the host.
         """
-        nodes, structure = jax.tree.flatten(tree, is_leaf=self.packing.mirrors)
-        num_lead = max(map(self._num_lead, filter(self.packing.mirrors, nodes)), default=0)
-        return structure.unflatten([self._stacked_like(x, num_lead) for x in nodes])
+        nodes, structure = jax.tree.flatten(tree, is_leaf=self.packing.matches_params)
+        num_lead = max(map(self._num_lead, filter(self.packing.matches_params, nodes)), default=0)
+        return structure.unflatten([self._stack_part(x, num_lead) for x in nodes])
 
     def unstack_like(self, tree: PyTree) -> PyTree:
         """Undo `stack_like`: return the tree with every stacked part as one tree per layer."""
@@ -288,11 +288,11 @@ class StageLayout:
                 counts.add(lead if lead >= 0 and np.shape(x)[lead:] == leaf.shape else 0)
         return counts.pop() if len(counts) == 1 else 0
 
-    def _stacked_like(self, x: Any, num_lead: int) -> Any:
-        if not self.packing.mirrors(x) or not jax.tree.leaves(x):
+    def _stack_part(self, x: Any, num_lead: int) -> Any:
+        if not self.packing.matches_params(x) or not jax.tree.leaves(x):
             return x
         types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[num_lead:], a.dtype), x)
-        return self.packing.like(types).stacked(x, num_lead)
+        return self.packing.for_tree(types).stack(x, num_lead)
 
 
 def _leaves_of(

@@ -82,7 +82,7 @@ def tied_positions(ties: Ties, params: Sequence[PyTree]) -> Groups:
     return tuple(groups)
 
 
-def as_one(
+def tie_leaves(
     groups: Groups, params: Sequence[PyTree], *, differentiable: bool = True
 ) -> list[PyTree]:
     """Return `params` with every tied leaf equal to the first of its group.
@@ -97,7 +97,7 @@ def as_one(
     for group in groups:
         copies = [leaves[i] for i in group]
         if differentiable or any(isinstance(x, Tracer) for x in copies):
-            equal: Any = _first_of(differentiable, copies)
+            equal: Any = _copy_first(differentiable, copies)
         else:
             equal = [copies[0]] * len(copies)
         for i, leaf in zip(group, equal, strict=True):
@@ -106,13 +106,13 @@ def as_one(
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _first_of(adds_up: bool, copies: list[jax.Array]) -> list[jax.Array]:
+def _copy_first(adds_up: bool, copies: list[jax.Array]) -> list[jax.Array]:
     """Return the first copy for each; the gradient of each is its own, or if `adds_up` the sum."""
     return [copies[0]] * len(copies)
 
 
 def _forward(adds_up: bool, copies: list[jax.Array]) -> tuple[list[jax.Array], None]:
-    return _first_of(adds_up, copies), None
+    return _copy_first(adds_up, copies), None
 
 
 def _backward(adds_up: bool, _: None, cotangents: list[jax.Array]) -> tuple[list[jax.Array]]:
@@ -121,10 +121,10 @@ def _backward(adds_up: bool, _: None, cotangents: list[jax.Array]) -> tuple[list
     return ([sum(cotangents[1:], start=cotangents[0])] * len(cotangents),)
 
 
-_first_of.defvjp(_forward, _backward)
+_copy_first.defvjp(_forward, _backward)
 
 
-def seen_once(parts: Sequence[Any], groups: Groups, held: Collection[int]) -> list[Any]:
+def drop_tied_copies(parts: Sequence[Any], groups: Groups, held: Collection[int]) -> list[Any]:
     """Return the parts of a tree like the parameters as an optimizer sees them.
 
     Args:
@@ -143,7 +143,7 @@ def seen_once(parts: Sequence[Any], groups: Groups, held: Collection[int]) -> li
     return parts
 
 
-def for_each_copy(parts: Sequence[Any], groups: Groups, held: Collection[int]) -> list[Any]:
+def restore_tied_copies(parts: Sequence[Any], groups: Groups, held: Collection[int]) -> list[Any]:
     """Return what an optimizer gives, with that of a tied parameter in the place of each copy."""
     parts = list(parts)
     for group in groups:
@@ -154,11 +154,11 @@ def for_each_copy(parts: Sequence[Any], groups: Groups, held: Collection[int]) -
     return parts
 
 
-Change = Callable[[Sequence[Any], Groups, Collection[int]], list[Any]]
-"""`seen_once` or `for_each_copy`."""
+TiedMap = Callable[[Sequence[Any], Groups, Collection[int]], list[Any]]
+"""`drop_tied_copies` or `restore_tied_copies`."""
 
 
-def mirrors(outer: Any, x: Any) -> bool:
+def has_prefix(outer: Any, x: Any) -> bool:
     """Return whether `x` has the structure `outer` of parameters, with any trees as leaves."""
     try:
         outer.flatten_up_to(x)
@@ -167,13 +167,13 @@ def mirrors(outer: Any, x: Any) -> bool:
     return True
 
 
-def in_each(outer: Any, tree: PyTree, change: Callable[[list[Any]], list[Any]]) -> PyTree:
+def map_param_trees(outer: Any, tree: PyTree, change: Callable[[list[Any]], list[Any]]) -> PyTree:
     """Return `tree` with the parts of each tree like the parameters in it replaced by `change`."""
 
     def one(x: Any) -> Any:
         return outer.unflatten(change(outer.flatten_up_to(x))) if is_like(x) else x
 
-    is_like = partial(mirrors, outer)
+    is_like = partial(has_prefix, outer)
     return jax.tree.map(one, tree, is_leaf=is_like)
 
 
@@ -188,30 +188,34 @@ def tied_transform(
     """
     inner = optax.with_extra_args_support(tx)
 
-    def changed(tree: PyTree, params: PyTree, change: Change) -> PyTree:
+    def map_copies(tree: PyTree, params: PyTree, change: TiedMap) -> PyTree:
         outer = jax.tree.structure(params)
         held = range(outer.num_leaves)
-        return in_each(outer, tree, lambda parts: change(parts, groups_of(params), held))
+        return map_param_trees(outer, tree, lambda parts: change(parts, groups_of(params), held))
 
     def init(params: PyTree) -> PyTree:
-        return changed(inner.init(changed(params, params, seen_once)), params, for_each_copy)
+        return map_copies(
+            inner.init(map_copies(params, params, drop_tied_copies)), params, restore_tied_copies
+        )
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra: Any
     ) -> tuple[PyTree, PyTree]:
         like = updates
         if (order := extra.get("ready_order")) is not None:
-            extra["ready_order"] = _without(order, groups_of(like))
-        seen = changed((updates, state, params, extra), like, seen_once)
+            extra["ready_order"] = _order_without_copies(order, groups_of(like))
+        seen = map_copies((updates, state, params, extra), like, drop_tied_copies)
         updates, state, params, extra = seen
-        return changed(inner.update(updates, state, params, **extra), like, for_each_copy)
+        return map_copies(inner.update(updates, state, params, **extra), like, restore_tied_copies)
 
     if isinstance(tx, GradientTransform):
         return GradientTransform(init, update, tx.spec, tx.settings)
     return inner._replace(init=init, update=update)
 
 
-def _without(order: Callable[[], Sequence[int]], groups: Groups) -> Callable[[], Sequence[int]]:
+def _order_without_copies(
+    order: Callable[[], Sequence[int]], groups: Groups
+) -> Callable[[], Sequence[int]]:
     """Return a function for an order of leaves without all but the first copies."""
     later = sorted(i for group in groups for i in group[1:])
     return lambda: tuple(i - sum(j < i for j in later) for i in order() if i not in later)

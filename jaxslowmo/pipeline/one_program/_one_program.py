@@ -22,10 +22,17 @@ from ..._support.types import PyTree
 from ...mesh import only_over, place_key
 from ...tree import Staged, at_least_float32
 from .._pipelined import Pipelined
-from .._plan import Ending, Plan, StageKind, Totals, gathered
+from .._plan import Plan, StageKind, StepReduction, Totals, all_gather_leaf
 from .._split_stage import StageProgram
-from ..model import Loss, LossTerms, in_microbatches, microbatch_of, microbatch_specs, without_state
-from ._tick_table import KINDS, Channel, Half, TickTable, forward_ticks, tick_table
+from ..model import (
+    Loss,
+    LossTerms,
+    microbatch_specs,
+    select_microbatch,
+    split_microbatches,
+    without_state,
+)
+from ._tick_table import KINDS, Channel, HalfTick, TickTable, forward_ticks, tick_table
 
 Values = Sequence[jax.Array]
 Buffers = list[jax.Array]
@@ -42,7 +49,7 @@ class OneProgram(Pipelined):
         super().__init__(plan)
         split = {axis for axes in plan.layout.packing.axes.values() for axis in axes}
         if plan.schedule.num_stages > 1 and split - {*plan.data_axes}:
-            self.check_compiled = _refuse_permutes
+            self.check_compiled = _check_permutes
 
     @cached_property
     def _table(self) -> TickTable:
@@ -69,37 +76,37 @@ class OneProgram(Pipelined):
         data_axes = tuple(a for a in self.data_axes if a not in manual)
         outer_axes = tuple(a for a in self.data_axes if a in manual)
         shares = {a: self.mesh.shape[a] for a in data_axes}
-        microbatches = in_microbatches(batch, self.schedule.num_microbatches, shares)
+        microbatches = split_microbatches(batch, self.schedule.num_microbatches, shares)
         if plan.batch_memory == "host":
             microbatches = jax.device_put(microbatches, jax.memory.Space.Host)
         new_axes = frozenset(a for a in (axis_name, *data_axes) if a not in manual)
         specs = {name: only_over(spec, new_axes) for name, spec in self.layout.specs.items()}
-        of_grads = {
+        grad_specs = {
             name: spec
             for name, spec in specs.items()
             if differentiates and jnp.issubdtype(stacked[name].dtype, jnp.inexact)
         }
         mesh = self.mesh if context.empty else context
-        ending = Ending(plan, data_axes, outer_axes)
+        reduction = StepReduction(plan, data_axes, outer_axes)
 
         def step(*arguments: Any) -> Any:
-            return DeviceScan(plan, table, ending, differentiates, *arguments).run()
+            return DeviceScan(plan, table, reduction, differentiates, *arguments).run()
 
-        of_batch = microbatch_specs(microbatches, data_axes)
-        of_states = P(axis_name) if axis_name in new_axes else P()
+        batch_specs = microbatch_specs(microbatches, data_axes)
+        state_specs = P(axis_name) if axis_name in new_axes else P()
         mapped: Any = step
         if new_axes:  # empty if all are mapped already, which an axis of one stage may be
             mapped = jax.shard_map(
                 step,
                 mesh=mesh,
                 axis_names=new_axes,
-                in_specs=(specs, of_states, of_batch, P()),
-                out_specs=(P(), of_states, of_grads),
+                in_specs=(specs, state_specs, batch_specs, P()),
+                out_specs=(P(), state_specs, grad_specs),
                 check_vma=False,
             )
         if context.empty:  # outside of jit, `shard_map` can only map all axes of a mesh
             mapped = jax.jit(mapped)
-        microbatches = _laid_out(microbatches, of_batch, mesh)
+        microbatches = _reshard_explicit(microbatches, batch_specs, mesh)
         loss, after, grads = mapped(stacked.buffers, states, microbatches, rng)
         return (loss, after), grads
 
@@ -146,22 +153,22 @@ class Activations:
         """Types of the cotangents."""
         return tuple(self.types[i] for i in self.floating)
 
-    def flat(self, y: PyTree) -> list[jax.Array]:
+    def flatten(self, y: PyTree) -> list[jax.Array]:
         """Return the leaves of activations, in the dtypes of this type."""
         leaves = jax.tree.leaves(y)
         return [jnp.asarray(x, t.dtype) for x, t in zip(leaves, self.types, strict=True)]
 
-    def tree(self, leaves: Values) -> PyTree:
-        """Return the activations with these leaves: the inverse of `flat`."""
+    def unflatten(self, leaves: Values) -> PyTree:
+        """Return the activations with these leaves: the inverse of `flatten`."""
         return self.treedef.unflatten(leaves)
 
-    def flat_cotangents(self, dx: PyTree) -> list[jax.Array]:
+    def flatten_cotangents(self, dx: PyTree) -> list[jax.Array]:
         """Return the leaves of a tree of cotangents, without those that have no cotangent."""
         leaves = self.treedef.flatten_up_to(dx)
         return [jnp.asarray(leaves[i], self.types[i].dtype) for i in self.floating]
 
-    def cotangent_tree(self, leaves: Values) -> PyTree:
-        """Return the tree with these cotangents, the inverse of `flat_cotangents`.
+    def unflatten_cotangents(self, leaves: Values) -> PyTree:
+        """Return the tree with these cotangents, the inverse of `flatten_cotangents`.
 
         Leaves of activations that have no cotangent, such as integers, are None in it.
         """
@@ -175,12 +182,12 @@ class DeviceScan:
     Args:
       plan: the plan of the pipeline.
       table: the operations of each device stage in each tick.
-      ending: the reductions at the end of the step.
+      reduction: the reductions at the end of the step.
       differentiates: whether to compute gradients.
       buffers: parameters of the device's layers, maps names to arrays (1, *sizes, elements), where
         sizes are those of the axes inside a stage that split the buffer's leaves.
       states: model state of the device's layers, maps names to arrays (1, elements).
-      batch: leaves (microbatches, examples, ...), but `Shared` leaves whole.
+      batch: leaves (microbatches, examples, ...), but `SharedLeaf` leaves whole.
       rng: the PRNG key of the step, or None.
 
     Communication: one all-gather, over the data axes, of each buffer that is sharded there.
@@ -190,31 +197,31 @@ class DeviceScan:
         self,
         plan: Plan,
         table: TickTable,
-        ending: Ending,
+        reduction: StepReduction,
         differentiates: bool,
         buffers: dict[str, jax.Array],
         states: dict[str, jax.Array],
         batch: PyTree,
         rng: Any,
     ) -> None:
-        self._plan, self._table, self._ending = plan, table, ending
+        self._plan, self._table, self._reduction = plan, table, reduction
         self._differentiates, self._batch = differentiates, batch
-        self._buffers = {n: gathered(x[0], ending.spec(n)) for n, x in buffers.items()}
+        self._buffers = {n: all_gather_leaf(x[0], reduction.spec(n)) for n, x in buffers.items()}
         self._states = {name: x[0] for name, x in states.items()}
-        self._rng = None if rng is None else place_key(rng, ending.data_axes)
+        self._rng = None if rng is None else place_key(rng, reduction.data_axes)
         zero = jnp.zeros((), jnp.int32)
-        microbatch = self._microbatch(Half(*[zero] * 6, arrivals=()))
+        microbatch = self._microbatch(HalfTick(*[zero] * 6, arrivals=()))
         weights = [kind.weights.read(self._buffers, 0) for kind in plan.kinds]
         before = [kind.states and kind.states.read(self._states, 0) for kind in plan.kinds]
         self._activations, self._loss = stage_types(plan, weights, before, microbatch)
         self._programs: list[StageProgram] = []
         if differentiates:
-            x = self._activations.tree(nothing(self._activations.types))
+            x = self._activations.unflatten(placeholders(self._activations.types))
             for kind, leaves, state in zip(plan.kinds, weights, before, strict=True):
                 x_of_kind = kind.with_state(None if kind.is_first else x, state)
                 self._programs.append(plan.stage_program(kind, leaves, x_of_kind, microbatch))
-        self._stash = self._ring(table.stash, lambda program: program.stash)
-        self._kept = self._ring(table.kept, lambda program: program.kept)
+        self._stash = self._stage_buffers(table.stash, lambda program: program.stash)
+        self._kept = self._stage_buffers(table.kept, lambda program: program.kept)
         self._in_branches = writes_in_branches(plan.mesh)
 
     def run(self) -> tuple[Loss, dict[str, Any], dict[str, Any]]:
@@ -222,7 +229,7 @@ class DeviceScan:
 
         Communication: in each tick, for each channel of the schedule, one collective-permute of
           each array of an activation and, if there are backward passes, of a cotangent; none for a
-          channel in which every sender is its own receiver. At the end that of `Ending`.
+          channel in which every sender is its own receiver. At the end that of `StepReduction`.
         """
         table, channels = self._table, self._table.channels
         channels_back = [tuple((to, sender) for sender, to in channel) for channel in channels]
@@ -230,36 +237,36 @@ class DeviceScan:
         backward, b_numbers = self._branches(table.backward, ["B", "W", "BW"])
         # Only F and B store arrays for later operations, and F does so for backward passes.
         f_writes = [i if self._differentiates else None for _, i in forward]
-        stashing = BufferWriting(self._stash, f_writes, in_branches=self._in_branches)
+        stash_writer = BranchWriter(self._stash, f_writes, in_branches=self._in_branches)
         b_writes = [i if operation == "B" else None for operation, i in backward]
-        keeping = BufferWriting(self._kept, b_writes, in_branches=self._in_branches)
+        kept_writer = BranchWriter(self._kept, b_writes, in_branches=self._in_branches)
 
-        def forward_half(carry: ScanCarry, branch: Any, now: Half) -> tuple[ScanCarry, Values]:
+        def forward_half(carry: ScanCarry, branch: Any, now: HalfTick) -> tuple[ScanCarry, Values]:
             def idle(activations: Buffers, stash: Buffers, loss: LossTerms, states: Any) -> Any:
-                return nothing(self._activations.types), stashing.idle(stash), loss, states
+                return placeholders(self._activations.types), stash_writer.idle(stash), loss, states
 
-            runs = [partial(self._forward, stashing, i, now) for _, i in forward]
+            runs = [partial(self._forward, stash_writer, i, now) for _, i in forward]
             totals = carry.totals
             y, written, loss, states = lax.switch(
                 branch,
                 [idle, *runs],
                 *(carry.activations, carry.stash, totals.loss, totals.states),
             )
-            stash = stashing.merged(carry.stash, written, now.stash, branch)
+            stash = stash_writer.merge(carry.stash, written, now.stash, branch)
             return carry._replace(stash=stash, totals=totals._replace(loss=loss, states=states)), y
 
-        def backward_half(carry: ScanCarry, branch: Any, now: Half) -> ScanCarry:
+        def backward_half(carry: ScanCarry, branch: Any, now: HalfTick) -> ScanCarry:
             def idle(cotangents: Buffers, stash: Buffers, kept: Buffers, grads: Any) -> Any:
-                return nothing(self._activations.cotangents), keeping.idle(kept), grads
+                return placeholders(self._activations.cotangents), kept_writer.idle(kept), grads
 
-            runs = [partial(self._backward, keeping, *one, now) for one in backward]
+            runs = [partial(self._backward, kept_writer, *one, now) for one in backward]
             totals = carry.totals
             sent, written, grads = lax.switch(
                 branch,
                 [idle, *runs],
                 *(carry.cotangents, carry.stash, carry.kept, totals.grads),
             )
-            kept = keeping.merged(carry.kept, written, now.kept, branch)
+            kept = kept_writer.merge(carry.kept, written, now.kept, branch)
             return carry._replace(sent=sent, kept=kept, totals=totals._replace(grads=grads))
 
         def tick(carry: ScanCarry, now: Any) -> tuple[ScanCarry, None]:
@@ -281,29 +288,29 @@ class DeviceScan:
         columns = jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(jnp.asarray(x), stage, 1, keepdims=False), halves
         )
-        totals = lax.scan(tick, self._start(), columns)[0].totals
-        loss = self._ending.loss(totals.loss, self._loss.total.dtype)
-        grads = self._ending.gradients(totals, loss.weight) if self._differentiates else {}
-        return loss, self._ending.states(totals), grads
+        totals = lax.scan(tick, self._init_carry(), columns)[0].totals
+        loss = self._reduction.loss(totals.loss, self._loss.total.dtype)
+        grads = self._reduction.gradients(totals, loss.weight) if self._differentiates else {}
+        return loss, self._reduction.states(totals), grads
 
-    def _microbatch(self, now: Half) -> PyTree:
+    def _microbatch(self, now: HalfTick) -> PyTree:
         shift = jnp.asarray(self._plan.shifts)[now.model_stage]
-        return microbatch_of(self._batch, self._rng, now.microbatch, shift)
+        return select_microbatch(self._batch, self._rng, now.microbatch, shift)
 
-    def _ring(
+    def _stage_buffers(
         self, rows: Sequence[int], types_of: Callable[[StageProgram], Sequence[Any]]
-    ) -> "Ring":
+    ) -> "StageBuffers":
         """Return a layout of buffers, for the rows that each stage of the model needs."""
-        of_stage = self._plan.of_stage
+        kind_index = self._plan.kind_index
         # A kind of stages has as many rows as the one that needs most; without rows no buffers.
         of_kinds = [
-            int(np.max(np.asarray(rows)[of_stage == i])) for i in range(len(self._programs))
+            int(np.max(np.asarray(rows)[kind_index == i])) for i in range(len(self._programs))
         ]
         pairs = zip(self._programs, of_kinds, strict=True)
-        return Ring([types_of(program) if n else () for program, n in pairs], of_kinds)
+        return StageBuffers([types_of(program) if n else () for program, n in pairs], of_kinds)
 
     def _branches(
-        self, half: Half, operations: Sequence[str]
+        self, half: HalfTick, operations: Sequence[str]
     ) -> tuple[list[tuple[str, int]], np.ndarray]:
         """Return the branches for one half of the ticks, and which of them runs where.
 
@@ -314,25 +321,25 @@ class DeviceScan:
         """
         numbers = np.zeros_like(half.kind)
         pairs: list[tuple[str, int]] = []
-        of_stage = self._plan.of_stage
+        kind_index = self._plan.kind_index
         for operation in operations:
             runs = half.kind == KINDS.index(operation)
-            for i in np.unique(of_stage[half.model_stage[runs]]):
+            for i in np.unique(kind_index[half.model_stage[runs]]):
                 pairs.append((operation, int(i)))
-                numbers[runs & (of_stage[half.model_stage] == i)] = len(pairs)
+                numbers[runs & (kind_index[half.model_stage] == i)] = len(pairs)
         return pairs, numbers
 
-    def _start(self) -> ScanCarry:
+    def _init_carry(self) -> ScanCarry:
         types = self._activations
         activation_rows, cotangent_rows = self._table.arrivals
         loss = jax.tree.map(lambda x: jnp.zeros((), at_least_float32(x.dtype)), self._loss)
         grads = {n: self._zero_gradient(n) if self._differentiates else None for n in self._buffers}
         return ScanCarry(
-            activations=Ring([types.types], [activation_rows]).start(),
-            cotangents=Ring([types.cotangents], [cotangent_rows]).start(),
-            sent=nothing(types.cotangents),
-            stash=self._stash.start(),
-            kept=self._kept.start(),
+            activations=StageBuffers([types.types], [activation_rows]).zeros(),
+            cotangents=StageBuffers([types.cotangents], [cotangent_rows]).zeros(),
+            sent=placeholders(types.cotangents),
+            stash=self._stash.zeros(),
+            kept=self._kept.zeros(),
             totals=Totals(loss, grads, self._states),
         )
 
@@ -347,21 +354,21 @@ class DeviceScan:
         return lax.with_sharding_constraint(zeros, layout) if any(layout) else zeros
 
     def _receive(
-        self, buffers: Buffers, sent: Values, now: Half, channels: Sequence[Channel]
+        self, buffers: Buffers, sent: Values, now: HalfTick, channels: Sequence[Channel]
     ) -> Buffers:
         """Send arrays over all channels; return `buffers` with those that arrive here."""
         for channel, row in zip(channels, now.arrivals, strict=True):
             arrived = sent
             if any(sender != receiver for sender, receiver in channel):
                 arrived = [lax.ppermute(x, self._plan.axis_name, channel) for x in sent]
-            buffers = received(buffers, arrived, row)
+            buffers = write_arrivals(buffers, arrived, row)
         return buffers
 
     def _forward(
         self,
-        stashing: "BufferWriting",
+        stash_writer: "BranchWriter",
         i: int,
-        now: Half,
+        now: HalfTick,
         activations: Buffers,
         stash: Buffers,
         loss: Any,
@@ -372,26 +379,26 @@ class DeviceScan:
         weights = kind.weights.read(self._buffers, now.model_stage)
         microbatch, x = self._microbatch(now), None
         if not kind.is_first:
-            x = self._activations.tree([row_of(x, now.source) for x in activations])
+            x = self._activations.unflatten([read_row(x, now.source) for x in activations])
         x = kind.with_state(x, kind.states and kind.states.read(states, now.model_stage))
         program = self._programs[i] if self._differentiates else None
         y, stashed, new_states = kind.forward(program, weights, x, microbatch)
-        written = stashing.idle(stash)
+        written = stash_writer.idle(stash)
         if program is not None:
-            written = stashing.result(stash, i, now.stash, stashed)
+            written = stash_writer.result(stash, i, now.stash, stashed)
         if kind.states is not None:
-            states = kind.states.written(states, new_states, now.model_stage)
+            states = kind.states.write(states, new_states, now.model_stage)
         if not kind.is_last:
-            return self._activations.flat(y), written, loss, states
+            return self._activations.flatten(y), written, loss, states
         loss = jax.tree.map(lambda total, term: total + term.astype(total.dtype), loss, y)
-        return nothing(self._activations.types), written, loss, states
+        return placeholders(self._activations.types), written, loss, states
 
     def _backward(
         self,
-        keeping: "BufferWriting",
+        kept_writer: "BranchWriter",
         operation: str,
         i: int,
-        now: Half,
+        now: HalfTick,
         cotangents: Buffers,
         stash: Buffers,
         kept: Buffers,
@@ -402,28 +409,28 @@ class DeviceScan:
         weights = kind.weights.read(self._buffers, now.model_stage)
         microbatch = self._microbatch(now)
         stashed = self._stash.read(stash, i, now.stash)
-        written, dx, dw = keeping.idle(kept), None, None
+        written, dx, dw = kept_writer.idle(kept), None, None
         if operation == "W":
             kept_by_b = self._kept.read(kept, i, now.kept)
             dw = program.backward_weight(weights, microbatch, stashed, kept_by_b)
         else:
             dy = None
             if not kind.is_last:
-                dy = types.cotangent_tree([row_of(x, now.source) for x in cotangents])
+                dy = types.unflatten_cotangents([read_row(x, now.source) for x in cotangents])
             dy = self._plan.cotangent(kind, program, dy)
             if operation == "BW":
                 dx, dw = program.backward(weights, microbatch, stashed, dy)
             else:
                 dx, kept_by_b = program.backward_input(weights, microbatch, stashed, dy)
-                written = keeping.result(kept, i, now.kept, kept_by_b)
+                written = kept_writer.result(kept, i, now.kept, kept_by_b)
         if dw is not None:
-            grads = kind.weights.added(grads, dw, now.model_stage, in_place=self._in_branches)
+            grads = kind.weights.accumulate(grads, dw, now.model_stage, in_place=self._in_branches)
         if operation == "W" or kind.is_first:
-            return nothing(types.cotangents), written, grads
-        return types.flat_cotangents(without_state(dx)), written, grads
+            return placeholders(types.cotangents), written, grads
+        return types.flatten_cotangents(without_state(dx)), written, grads
 
 
-def _refuse_permutes(text: str) -> None:
+def _check_permutes(text: str) -> None:
     """Raise `ValueError` if an operation that some stages run waits for devices of all stages."""
     if found := _PERMUTE.search(text):
         raise ValueError(
@@ -448,13 +455,13 @@ def stage_types(
       microbatch: a microbatch.
     """
 
-    def one_after_the_other(
+    def run_stages(
         weights: Sequence[PyTree], states: Sequence[PyTree], microbatch: PyTree
     ) -> list[PyTree]:
         results: list[PyTree] = []
         known_results: dict[Any, PyTree] = {}
         x = None
-        for i in plan.of_stage:
+        for i in plan.kind_index:
             # Stages of one kind with inputs of equal types have results of equal types.
             key = int(i), str(jax.tree.map(jax.typeof, x))
             if key not in known_results:
@@ -465,24 +472,24 @@ def stage_types(
         return results
 
     types = jax.tree.map(jax.typeof, (weights, states, microbatch))
-    results = jax.make_jaxpr(one_after_the_other, return_shape=True)(*types)[1]
-    return activations_of(results[:-1]), results[-1]._replace(state=None)
+    results = jax.make_jaxpr(run_stages, return_shape=True)(*types)[1]
+    return common_activations(results[:-1]), results[-1]._replace(state=None)
 
 
 # Buffers with numbered rows.
 
 
-def empty(shape: Sequence[int], dtype: Any) -> jax.Array:
+def placeholder(shape: Sequence[int], dtype: Any) -> jax.Array:
     """Return the placeholder for a row that holds no value; nothing may depend on it."""
     return jnp.zeros(shape, dtype)
 
 
-def nothing(types: Sequence[Any]) -> list[jax.Array]:
+def placeholders(types: Sequence[Any]) -> list[jax.Array]:
     """Return placeholders of these types, which a device sends if it has no result to send."""
-    return [empty(x.shape, x.dtype) for x in types]
+    return [placeholder(x.shape, x.dtype) for x in types]
 
 
-class Ring:
+class StageBuffers:
     """A layout of buffers whose rows each hold the values of a stage, of any of several kinds.
 
     Values of different kinds with equal shape and dtype share a buffer, which has as many rows as
@@ -516,30 +523,30 @@ class Ring:
                 places.append(place)
             self._places.append(places)
 
-    def start(self) -> Buffers:
-        """Return empty buffers."""
+    def zeros(self) -> Buffers:
+        """Return buffers without values."""
         types = zip(self._rows, self.types, strict=True)
-        return [empty((rows, *x.shape), x.dtype) for rows, x in types]
+        return [placeholder((rows, *x.shape), x.dtype) for rows, x in types]
 
     def read(self, buffers: Buffers, kind: int, row: jax.Array) -> tuple[jax.Array, ...]:
         """Return the values of a stage of this kind in a row."""
-        return tuple(row_of(buffers[i], row) for i in self._places[kind])
+        return tuple(read_row(buffers[i], row) for i in self._places[kind])
 
-    def written(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Buffers:
+    def write(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Buffers:
         """Return `buffers` with the values of a stage of this kind written to a row."""
         new = list(buffers)
         for i, value in zip(self._places[kind], values, strict=True):
-            new[i] = with_row(new[i], row, value)
+            new[i] = write_row(new[i], row, value)
         return new
 
-    def spread(self, kind: int, values: Values) -> list[jax.Array]:
+    def values_by_buffer(self, kind: int, values: Values) -> list[jax.Array]:
         """Return the values of a stage of this kind by buffer; placeholders for other buffers."""
-        rows = nothing(self.types)
+        rows = placeholders(self.types)
         for i, value in zip(self._places[kind], values, strict=True):
             rows[i] = value.astype(rows[i].dtype)
         return rows
 
-    def used(self, kind: int | None) -> np.ndarray:
+    def buffer_mask(self, kind: int | None) -> np.ndarray:
         """Return (buffers,) bool: whether a stage of this kind has values there; None: no."""
         is_used = np.zeros(len(self.types), bool)
         if kind is not None:
@@ -547,30 +554,32 @@ class Ring:
         return is_used
 
 
-def row_of(buffer: jax.Array, row: Any) -> jax.Array:
+def read_row(buffer: jax.Array, row: Any) -> jax.Array:
     """Return a row of a buffer; for a buffer of one row, with a constant index."""
     row = 0 if buffer.shape[0] == 1 else row
     return lax.dynamic_index_in_dim(buffer, row, 0, keepdims=False)
 
 
-def with_row(buffer: jax.Array, row: Any, value: jax.Array) -> jax.Array:
+def write_row(buffer: jax.Array, row: Any, value: jax.Array) -> jax.Array:
     """Return `buffer` with one row replaced."""
     return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), row, 0)
 
 
-def received(buffers: Buffers, arrived: Values, row: jax.Array) -> Buffers:
+def write_arrivals(buffers: Buffers, arrived: Values, row: jax.Array) -> Buffers:
     """Return `buffers` with the arrived values in a row; unchanged for row -1."""
     at = jnp.maximum(row, 0)
-    return [row_set(*pair, at, row >= 0) for pair in zip(buffers, arrived, strict=True)]
+    return [write_row_if(*pair, at, row >= 0) for pair in zip(buffers, arrived, strict=True)]
 
 
-def row_set(buffer: jax.Array, value: jax.Array, row: jax.Array, is_set: jax.Array) -> jax.Array:
+def write_row_if(
+    buffer: jax.Array, value: jax.Array, row: jax.Array, is_set: jax.Array
+) -> jax.Array:
     """Return `buffer` with a row replaced if `is_set`; only this row is copied in either case."""
     row = jnp.minimum(row, buffer.shape[0] - 1)
-    return with_row(buffer, row, jnp.where(is_set, value, row_of(buffer, row)))
+    return write_row(buffer, row, jnp.where(is_set, value, read_row(buffer, row)))
 
 
-class BufferWriting:
+class BranchWriter:
     """The way in which branches of a conditional write rows to buffers.
 
     On TPU the compiler writes to the buffers in place inside of branches, so branches return the
@@ -578,35 +587,35 @@ class BufferWriting:
     only the row, which is written after the conditional. That takes the memory of a few more rows.
 
     Args:
-      ring: the layout of the buffers.
+      layout: the layout of the buffers.
       kinds: the kind of stage whose values each branch writes, without branch 0, which is idle;
         None for a branch that writes nothing.
       in_branches: whether branches write; see `writes_in_branches`.
     """
 
-    def __init__(self, ring: Ring, kinds: Sequence[int | None], *, in_branches: bool) -> None:
-        self._ring, self._in_branches = ring, in_branches
-        self._used = np.stack([ring.used(kind) for kind in (None, *kinds)])
+    def __init__(
+        self, layout: StageBuffers, kinds: Sequence[int | None], *, in_branches: bool
+    ) -> None:
+        self._layout, self._in_branches = layout, in_branches
+        self._masks = np.stack([layout.buffer_mask(kind) for kind in (None, *kinds)])
 
     def idle(self, buffers: Buffers) -> Values:
         """Return the result of a branch that writes nothing."""
-        return buffers if self._in_branches else nothing(self._ring.types)
+        return buffers if self._in_branches else placeholders(self._layout.types)
 
     def result(self, buffers: Buffers, kind: int, row: jax.Array, values: Values) -> Values:
         """Return the result of a branch that writes a stage's values to a row."""
         if self._in_branches:
-            return self._ring.written(buffers, kind, row, values)
-        return self._ring.spread(kind, values)
+            return self._layout.write(buffers, kind, row, values)
+        return self._layout.values_by_buffer(kind, values)
 
-    def merged(
-        self, buffers: Buffers, result: Values, row: jax.Array, branch: jax.Array
-    ) -> Buffers:
+    def merge(self, buffers: Buffers, result: Values, row: jax.Array, branch: jax.Array) -> Buffers:
         """Return the buffers after branch number `branch` has returned `result`."""
         if self._in_branches:
             return list(result)
-        is_set = jnp.asarray(self._used)[branch]
+        is_set = jnp.asarray(self._masks)[branch]
         pairs = zip(buffers, result, strict=True)
-        return [row_set(*pair, row, is_set[i]) for i, pair in enumerate(pairs)]
+        return [write_row_if(*pair, row, is_set[i]) for i, pair in enumerate(pairs)]
 
 
 def writes_in_branches(mesh: Mesh) -> bool:
@@ -614,7 +623,7 @@ def writes_in_branches(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform == "tpu"
 
 
-def _laid_out(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
+def _reshard_explicit(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     """Return `tree` resharded to `specs` over Explicit axes; others are left to jit."""
     explicit = frozenset(mesh.explicit_axes)
 
@@ -625,7 +634,7 @@ def _laid_out(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     return jax.tree.map(place, tree, specs) if explicit else tree
 
 
-def activations_of(results: Sequence[PyTree]) -> Activations:
+def common_activations(results: Sequence[PyTree]) -> Activations:
     """Return the common type of the results of all stages before the last.
 
     Args:

@@ -22,7 +22,7 @@ _FORWARD, _BACKWARD, _TRAVEL, _MOMENTS = 1, 2, 2, 4
 _Key = tuple[int, int]  # stage of the model, microbatch
 Rows = dict[_Key, int]  # maps a microbatch at a stage of the model to a row
 Channel = tuple[tuple[int, int], ...]
-_Placed = tuple[int, Operation, int, int]  # tick, operation, its model stage and microbatch
+_TimedOperation = tuple[int, Operation, int, int]  # tick, operation, its model stage and microbatch
 
 
 class Lifetime(NamedTuple):
@@ -32,7 +32,7 @@ class Lifetime(NamedTuple):
     end: int
 
 
-def rows_of(lifetimes: Mapping[_Key, Lifetime]) -> Rows:
+def assign_rows(lifetimes: Mapping[_Key, Lifetime]) -> Rows:
     """Return a row for every value, as few as no two values that live at the same time share."""
     rows: Rows = {}
     free: list[int] = []
@@ -46,7 +46,7 @@ def rows_of(lifetimes: Mapping[_Key, Lifetime]) -> Rows:
     return rows
 
 
-class Half(NamedTuple):
+class HalfTick(NamedTuple):
     """The operations of devices in one half of every tick; int32 arrays (ticks, stages).
 
     Attributes:
@@ -85,8 +85,8 @@ class TickTable:
       num_ticks: number of ticks of the scan.
     """
 
-    forward: Half
-    backward: Half
+    forward: HalfTick
+    backward: HalfTick
     channels: tuple[Channel, ...]
     arrivals: tuple[int, int]
     stash: tuple[int, ...]
@@ -98,7 +98,7 @@ def tick_table(schedule: Schedule, ticks: Sequence[Tick] | None = None) -> TickT
     """Return the table of a schedule, or of `ticks` in place of the schedule's own ticks."""
     ticks = schedule.ticks() if ticks is None else ticks
     placement, shape = schedule.placement, (len(ticks), schedule.num_stages)
-    operations: list[_Placed] = [
+    operations: list[_TimedOperation] = [
         (t, op, schedule.model_stage(op), op.microbatch)
         for t, tick in enumerate(ticks)
         for cell in tick
@@ -113,7 +113,7 @@ def tick_table(schedule: Schedule, ticks: Sequence[Tick] | None = None) -> TickT
         for distance in channel_distances
     )
     forward, backward = (
-        Half(
+        HalfTick(
             *np.zeros((6, *shape), np.int32),
             arrivals=tuple(np.full((len(channels), *shape), -1, np.int32)),
         )
@@ -129,12 +129,14 @@ def tick_table(schedule: Schedule, ticks: Sequence[Tick] | None = None) -> TickT
             channel = half.arrivals[channel_distances.index(distances[min(k, to)])]
             channel[t + (op.kind != "F"), placement[to]] = arrived[to, m]
 
-    def needed(rows: Rows) -> tuple[int, ...]:
+    def num_rows(rows: Rows) -> tuple[int, ...]:
         by_stage = [[row for (k, _), row in rows.items() if k == i] for i in range(len(placement))]
         return tuple(1 + max(each, default=-1) for each in by_stage)
 
-    arrivals = max(needed(x)), max(needed(dy))
-    return TickTable(forward, backward, channels, arrivals, needed(stash), needed(kept), len(ticks))
+    arrivals = max(num_rows(x)), max(num_rows(dy))
+    return TickTable(
+        forward, backward, channels, arrivals, num_rows(stash), num_rows(kept), len(ticks)
+    )
 
 
 def forward_ticks(schedule: Schedule) -> Sequence[Tick]:
@@ -143,7 +145,7 @@ def forward_ticks(schedule: Schedule) -> Sequence[Tick]:
     return replace(schedule, cells=tuple(map(tuple, rows)), lockstep=False).ticks()
 
 
-def _rows(schedule: Schedule, operations: Sequence[_Placed]) -> list[Rows]:
+def _rows(schedule: Schedule, operations: Sequence[_TimedOperation]) -> list[Rows]:
     """Return the rows of activations, of cotangents, of the stash of F, and of `kept` of B."""
     # BW counts as a B and a W.
     moments = {
@@ -162,7 +164,7 @@ def _rows(schedule: Schedule, operations: Sequence[_Placed]) -> list[Rows]:
                 if start is not None and end is not None and start != end:
                     lives[k, m] = Lifetime(start + _TRAVEL * (sender != 0), end)
             assert all(a <= b for a, b in lives.values()), "ticks keep dependencies"
-            all_rows |= rows_of(lives)
+            all_rows |= assign_rows(lives)
         return all_rows
 
     return [rows("F", -1, "F"), rows("B", 1, "B"), rows("F", 0, "W"), rows("B", 0, "W")]

@@ -94,18 +94,18 @@ def layer_flops(
     for i, tree in enumerate(params):
         check_arrays(f"layer_flops: layer {i}", tree)
     batch = _types(microbatch)
-    x, flops_of_layers, counted = batch, [], {}
+    x, flops_of_layers, known = batch, [], {}
     for i, weights in enumerate(map(_types, params)):
         takes = model.takes[i] if isinstance(model, LayeredModel) else ()
         key = layers[i], takes, _key((weights, x)), i == 0, i == len(layers) - 1
-        if key not in counted:
-            counted[key] = _counted(_one(model, i), weights, x, batch)
-        flops, x = counted[key]
+        if key not in known:
+            known[key] = _count_layer_flops(_layer_fn(model, i), weights, x, batch)
+        flops, x = known[key]
         flops_of_layers.append(flops)
     return flops_of_layers
 
 
-def _one(model: Any, i: int) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
+def _layer_fn(model: Any, i: int) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
     """Return layer `i` as a function (weights, x, batch); the last one includes the loss."""
     if not isinstance(model, LayeredModel):
         return lambda weights, x, batch: model[i](weights, x)
@@ -118,7 +118,7 @@ def _one(model: Any, i: int) -> Callable[[PyTree, PyTree, PyTree], PyTree]:
     return compute
 
 
-def _counted(
+def _count_layer_flops(
     fn: Callable[[PyTree, PyTree, PyTree], PyTree], weights: PyTree, x: PyTree, batch: PyTree
 ) -> tuple[LayerFlops, PyTree]:
     """Return the operations of a layer, and the types of its result."""
@@ -142,12 +142,12 @@ def _counted(
 
     y = jax.eval_shape(forward, leaves, batch)
     cotangents = list(filter(_is_inexact, jax.tree.leaves(y)))
-    forward_flops = _operations(forward, leaves, batch)
-    backward_flops = _operations(both, leaves, batch, cotangents) - forward_flops
+    forward_flops = _count_flops(forward, leaves, batch)
+    backward_flops = _count_flops(both, leaves, batch, cotangents) - forward_flops
     return LayerFlops(forward_flops, max(0.0, backward_flops)), y
 
 
-def _operations(fn: Callable[..., Any], *types: Any) -> float:
+def _count_flops(fn: Callable[..., Any], *types: Any) -> float:
     costs = jax.jit(fn).lower(*types).compile().cost_analysis()
     return max(0.0, float((costs or {}).get("flops", 0.0)))
 

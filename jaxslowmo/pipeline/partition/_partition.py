@@ -16,7 +16,7 @@ Interval = tuple[int, int]
 """A block of layers: index of the first one, and index after the last one."""
 
 
-def _dealt(blocks: Sequence[Interval], num_stages: int) -> list[list[Interval]]:
+def _blocks_by_stage(blocks: Sequence[Interval], num_stages: int) -> list[list[Interval]]:
     """Return the blocks of each stage: block k belongs to stage k % `num_stages`."""
     return [list(blocks[stage::num_stages]) for stage in range(num_stages)]
 
@@ -100,7 +100,7 @@ def _uniform(owner: str, num_items: int, num_stages: int, num_chunks: int) -> li
         for stage in range(num_stages):
             start, end = end, end + base + (stage >= num_stages - rest)
             blocks.append((start, end))
-    return _dealt(blocks, num_stages)
+    return _blocks_by_stage(blocks, num_stages)
 
 
 def partition_balanced(
@@ -146,24 +146,24 @@ def partition_balanced(
         return _uniform(owner, len(costs), num_stages, num_chunks)
     # Python integers, because sums of NumPy integers might overflow.
     positive = [max(1, w) for w in costs.tolist()]
-    blocks = _filled(positive, _least_capacity(positive, num_blocks))
+    blocks = _fill_blocks(positive, _least_capacity(positive, num_blocks))
     before = [0, *accumulate(positive)]
-    return _dealt(_split_heaviest(before, blocks, num_blocks), num_stages)
+    return _blocks_by_stage(_split_heaviest(before, blocks, num_blocks), num_stages)
 
 
 def _least_capacity(weights: Sequence[int], num_blocks: int) -> int:
-    """Return the smallest capacity for which `_filled` returns at most `num_blocks` blocks."""
+    """Return the smallest capacity for which `_fill_blocks` returns at most `num_blocks` blocks."""
     low, high = max(weights), sum(weights)
     while low < high:
         middle = (low + high) // 2
-        if len(_filled(weights, middle)) <= num_blocks:
+        if len(_fill_blocks(weights, middle)) <= num_blocks:
             high = middle
         else:
             low = middle + 1
     return low
 
 
-def _filled(weights: Sequence[int], capacity: int) -> list[Interval]:
+def _fill_blocks(weights: Sequence[int], capacity: int) -> list[Interval]:
     """Return blocks filled from the left, each with as many layers as `capacity` allows."""
     blocks, start, load = [], 0, 0
     for i, weight in enumerate(weights):
@@ -237,7 +237,7 @@ def partition_by_cost(
             "partition_by_cost: every stage must hold a layer in each chunk, got "
             f"{len(array)} layers for `num_stages`={num_stages} times `num_chunks`={num_chunks}."
         )
-    return _dealt(_cheapest(array, num_blocks), num_stages)
+    return _blocks_by_stage(_min_cost_blocks(array, num_blocks), num_stages)
 
 
 def blocks_by_bytes(layers: Sequence[PyTree], num_blocks: int) -> list[Interval]:
@@ -251,30 +251,33 @@ def blocks_by_bytes(layers: Sequence[PyTree], num_blocks: int) -> list[Interval]
       The blocks, in the order of the model.
     """
     # Each layer costs a byte more, so that layers without parameters are distributed evenly.
-    return _cheapest(np.array([1 + tree_bytes(layer) for layer in layers]), num_blocks)
+    return _min_cost_blocks(np.array([1 + tree_bytes(layer) for layer in layers]), num_blocks)
 
 
-def _cheapest(costs: np.ndarray, num_blocks: int) -> list[Interval]:
+def _min_cost_blocks(costs: np.ndarray, num_blocks: int) -> list[Interval]:
     """Return the blocks of the best split, as `partition_by_cost` defines it."""
     before = np.concatenate([[0.0], np.cumsum(costs, dtype=np.float64)])
     index = np.arange(len(before))
     # block[i, j]: the cost of layers i to j - 1; infinity for j < i.
     block = np.where(index > index[:, None], before - before[:, None], np.inf)
-    largest = _best(block, num_blocks, np.maximum)[0, num_blocks]
+    largest = _least_costs(block, num_blocks, np.maximum)[0, num_blocks]
     squares = np.where(block <= largest, block, np.inf) ** 2
-    return _cuts(squares, _best(squares, num_blocks, np.add))
+    return _trace_blocks(squares, _least_costs(squares, num_blocks, np.add))
 
 
-def _best(block: np.ndarray, num_blocks: int, joined: np.ufunc) -> np.ndarray:
-    """Return `[i, k]`, the least `joined` cost of layers from i on in k blocks, or infinity."""
+def _least_costs(block: np.ndarray, num_blocks: int, combine: np.ufunc) -> np.ndarray:
+    """Return `[i, k]`, the least cost of layers from i on in k blocks, or infinity.
+
+    `combine` is `numpy.add` or `numpy.maximum`, of the costs of blocks.
+    """
     best = np.full((len(block), num_blocks + 1), np.inf)
     best[-1, 0] = 0.0
     for k in range(1, num_blocks + 1):
-        best[:, k] = joined(block, best[:, k - 1]).min(axis=1)
+        best[:, k] = combine(block, best[:, k - 1]).min(axis=1)
     return best
 
 
-def _cuts(block: np.ndarray, best: np.ndarray) -> list[Interval]:
+def _trace_blocks(block: np.ndarray, best: np.ndarray) -> list[Interval]:
     """Return the blocks that attain `best`, with the first of several equally good cuts."""
     start, blocks = 0, []
     for left in range(best.shape[1] - 2, -1, -1):

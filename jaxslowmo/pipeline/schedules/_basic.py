@@ -38,7 +38,7 @@ def round_robin(num_stages: int, num_chunks: int) -> tuple[int, ...]:
     return tuple(range(num_stages)) * num_chunks
 
 
-def v_shaped(num_stages: int) -> tuple[int, ...]:
+def v_placement(num_stages: int) -> tuple[int, ...]:
     """Return the placement of two chunks, down the stages and back up: stage 0 has both ends."""
     return (*range(num_stages), *reversed(range(num_stages)))
 
@@ -100,13 +100,13 @@ def one_f_one_b(
     num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
     check_chunks("one_f_one_b", num_chunks, 1, "use 'interleaved' for more")
     rows = [
-        _one_stage(num_microbatches, num_stages - 1 - stage, forward_only)
+        _stage_row(num_microbatches, num_stages - 1 - stage, forward_only)
         for stage in range(num_stages)
     ]
     return build("one_f_one_b", rows, num_microbatches, round_robin(num_stages, 1))
 
 
-def _one_stage(num_microbatches: int, warm_up: int, forward_only: bool) -> list[RowEntry]:
+def _stage_row(num_microbatches: int, warm_up: int, forward_only: bool) -> list[RowEntry]:
     forward = [RowEntry("F", 0, i) for i in range(num_microbatches)]
     if forward_only:
         return forward

@@ -50,11 +50,13 @@ def by_name(
     parameters = list(inspect.signature(KINDS[kind]).parameters)[2:]
     unknown = [option for option in options if option not in parameters]
     if unknown:
-        raise ValueError(f"{kind} has no option {_listed(unknown)}; it has {_listed(parameters)}.")
+        raise ValueError(
+            f"{kind} has no option {_quote_names(unknown)}; it has {_quote_names(parameters)}."
+        )
     return KINDS[kind](num_stages, num_microbatches, **options)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _quote_names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 

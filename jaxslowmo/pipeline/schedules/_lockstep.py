@@ -129,11 +129,11 @@ def _other_tables(problem: _Problem) -> list[Schedule]:
         others += [one_f_one_b(*sizes), zero_bubble(*sizes), zero_bubble(*sizes, memory=2)]
     if problem.num_microbatches % problem.num_stages == 0:
         others.append(interleaved(*sizes))
-    tables = [_in_ticks(other) for other in others]
+    tables = [_as_lockstep(other) for other in others]
     return tables + [_one_f_and_one_b(*sizes[:2])] * (problem.num_chunks == 1)
 
 
-def _in_ticks(other: Schedule) -> Schedule:
+def _as_lockstep(other: Schedule) -> Schedule:
     rows = tuple(zip(*other.ticks(), strict=True))
     return replace(other, name="lockstep", cells=rows, lockstep=True)
 
@@ -205,7 +205,7 @@ class _Beam:
 
     def _children(self) -> tuple[np.ndarray, ...]:
         """Return parents, chosen options (-1: idle), counts, times and keys of all children."""
-        can = _possible(self.counts, self.problem)
+        can = _possible_options(self.counts, self.problem)
         # [state, rule, option in the rule's order, stage]; a stage runs its first possible option.
         possible = can[:, self.orders] & self.allowed
         first = possible.argmax(2)
@@ -268,7 +268,7 @@ def _rules(times: np.ndarray, num_chunks: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(orders), np.array(allowed)
 
 
-def _possible(counts: np.ndarray, problem: _Problem) -> np.ndarray:
+def _possible_options(counts: np.ndarray, problem: _Problem) -> np.ndarray:
     """Return which options have all their inputs: `[state, option, stage]`."""
     num_states, _, num_stages = counts.shape
     num_chunks = problem.num_chunks

@@ -80,7 +80,9 @@ class PlacedOperation(NamedTuple):
     needs: tuple[Done, ...]
 
     @classmethod
-    def of(cls, operation: Operation, model_stage: int, num_model_stages: int) -> "PlacedOperation":
+    def from_operation(
+        cls, operation: Operation, model_stage: int, num_model_stages: int
+    ) -> "PlacedOperation":
         """Return `operation` on a stage of the model."""
         microbatch = operation.microbatch
         kind: _Part = "B" if operation.kind == "BW" else operation.kind
@@ -164,7 +166,7 @@ def _check_cell(name: str, stage: int, cell: Cell, limits: dict[str, int]) -> No
                 raise ValueError(f"{name}: `{field}` must be in 0 .. {limit - 1}, got {operation}.")
 
 
-def in_order(
+def topological_order(
     name: str, cells: Sequence[Sequence[Sequence[PlacedOperation]]], placement: Sequence[int]
 ) -> list[PlacedOperation]:
     """Return all operations, each after those that it needs and those before it in its row.

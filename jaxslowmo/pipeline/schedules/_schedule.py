@@ -14,9 +14,9 @@ from ._operations import (
     Tick,
     as_sizes,
     check_cells,
-    in_order,
+    topological_order,
 )
-from ._simulation import Costs, Simulation, as_time, cost_table, free_running, in_lockstep
+from ._simulation import Costs, Simulation, as_time, cost_table, simulate_free, simulate_lockstep
 
 _PlacedCell = tuple[PlacedOperation, ...]  # the operations of one column of a device stage
 
@@ -62,7 +62,7 @@ class Schedule:
             raise ValueError(f"`cells` must hold {num_stages} rows, got {len(self.cells)}.")
         check_cells(self.name, self.cells, self.model_stages, num_microbatches)
         _ = self._order  # raises if the table deadlocks
-        if self.lockstep and (early := _too_early(self._placed, self.placement)):
+        if self.lockstep and (early := _find_too_early(self._placed_cells, self.placement)):
             placed, needed = early
             raise ValueError(
                 f"{self.name}: the columns of a table for lockstep are ticks, but {placed.letters} "
@@ -163,7 +163,7 @@ class Schedule:
         microbatch. An empty cell is idle, and "(0F3;3B1)OVERLAP_F_B" is an F and a backward
         operation that share a column.
         """
-        return [",".join(map(_in_letters, row)) for row in self._placed]
+        return [",".join(map(_cell_text, row)) for row in self._placed_cells]
 
     def __str__(self) -> str:
         """Return `orders` in columns, with a line for each device stage."""
@@ -190,9 +190,9 @@ class Schedule:
     def _ticks(self) -> tuple[Tick, ...]:
         columns = [tick for tick in zip_longest(*self.cells, fillvalue=()) if any(tick)]
         if self.lockstep:
-            return tuple(_joined(columns))
-        packed = _packed(self._placed)
-        is_kept = _too_early(self._placed, self.placement) is None
+            return tuple(_merge_ticks(columns))
+        packed = _pack_ticks(self._placed_cells)
+        is_kept = _find_too_early(self._placed_cells, self.placement) is None
         return tuple(columns if is_kept and _even_time(columns) <= _even_time(packed) else packed)
 
     def simulate(
@@ -229,15 +229,15 @@ class Schedule:
         costs = cost_table(self.placement, self.num_stages, **times)
         send = as_time("send", send)
         if lockstep:
-            lines, time = in_lockstep(self.ticks(), self.model_stages, costs, send)
+            lines, time = simulate_lockstep(self.ticks(), self.model_stages, costs, send)
             cost = time
         else:
-            lines = free_running(self._order, self.placement, costs, send)
+            lines = simulate_free(self._order, self.placement, costs, send)
             cost = max(line[-1].end - line[0].start for line in lines)
             time = max(line[-1].end for line in lines) - min(line[0].start for line in lines)
         costs_of_stages = [
-            sum(costs.of(w.operation.kind, w.model_stage) for cell in row for w in cell)
-            for row in self._placed
+            sum(costs.time(w.operation.kind, w.model_stage) for cell in row for w in cell)
+            for row in self._placed_cells
         ]
         return Simulation(
             time=time,
@@ -248,12 +248,14 @@ class Schedule:
         )
 
     @cached_property
-    def _placed(self) -> tuple[tuple[_PlacedCell, ...], ...]:
+    def _placed_cells(self) -> tuple[tuple[_PlacedCell, ...], ...]:
         """The cells, in which each operation has its dependencies."""
         count = self.num_model_stages
         return tuple(
             tuple(
-                tuple(PlacedOperation.of(op, self.model_stage(op), count) for op in cell)
+                tuple(
+                    PlacedOperation.from_operation(op, self.model_stage(op), count) for op in cell
+                )
                 for cell in row
             )
             for row in self.cells
@@ -261,10 +263,10 @@ class Schedule:
 
     @cached_property
     def _order(self) -> list[PlacedOperation]:
-        return in_order(self.name, self._placed, self.placement)
+        return topological_order(self.name, self._placed_cells, self.placement)
 
 
-def _in_letters(cell: _PlacedCell) -> str:
+def _cell_text(cell: _PlacedCell) -> str:
     words = [placed.letters for placed in cell]
     return f"({';'.join(words)})OVERLAP_F_B" if len(words) > 1 else "".join(words)
 
@@ -274,7 +276,7 @@ def _even_time(ticks: Sequence[Tick]) -> int:
     return sum(max(sum(len(op.kind) for op in cell) for cell in tick) for tick in ticks)
 
 
-def _too_early(
+def _find_too_early(
     cells: Sequence[Sequence[_PlacedCell]], placement: Sequence[int]
 ) -> tuple[PlacedOperation, Done] | None:
     """Return an operation that is no later than one it needs of another stage, and that need."""
@@ -288,18 +290,18 @@ def _too_early(
     return None
 
 
-def _packed(cells: Sequence[Sequence[_PlacedCell]]) -> list[Tick]:
+def _pack_ticks(cells: Sequence[Sequence[_PlacedCell]]) -> list[Tick]:
     """Return ticks in which every cell comes as early as its row and dependencies allow."""
     rows = [deque(cell for cell in row if cell) for row in cells]
     done: set[Done] = set()
     ticks: list[Tick] = []
     while any(rows):
-        ready = [len(row) > 0 and _can(row[0], done) for row in rows]
+        ready = [len(row) > 0 and _is_ready(row[0], done) for row in rows]
         if not any(ready):
             # Some F shares its column with a B that depends on work which only this F can start.
             # Give the two a tick each.
             for row in rows:
-                if row and _can(row[0][:1], done):
+                if row and _is_ready(row[0][:1], done):
                     forward, backward = row.popleft()
                     row.extendleft(((backward,), (forward,)))
             continue
@@ -309,22 +311,22 @@ def _packed(cells: Sequence[Sequence[_PlacedCell]]) -> list[Tick]:
     return ticks
 
 
-def _can(cell: _PlacedCell, done: set[Done]) -> bool:
+def _is_ready(cell: _PlacedCell, done: set[Done]) -> bool:
     """Return whether all dependencies of `cell` are done in earlier ticks or in the cell."""
     in_cell = {placed.gives for placed in cell}
     return all(needed in done or needed in in_cell for placed in cell for needed in placed.needs)
 
 
-def _joined(ticks: Sequence[Tick]) -> list[Tick]:
-    """Return ticks in which each tick of F alone is joined with the next one of B or BW alone."""
-    joined: list[Tick] = []
+def _merge_ticks(ticks: Sequence[Tick]) -> list[Tick]:
+    """Return ticks in which each tick of F alone is merged with the next one of B or BW alone."""
+    merged: list[Tick] = []
     for tick in ticks:
-        if joined and _only(joined[-1], "F") and _only(tick, "B", "BW"):
-            joined[-1] = tuple(map(tuple.__add__, joined[-1], tick))
+        if merged and _has_only(merged[-1], "F") and _has_only(tick, "B", "BW"):
+            merged[-1] = tuple(map(tuple.__add__, merged[-1], tick))
         else:
-            joined.append(tick)
-    return joined
+            merged.append(tick)
+    return merged
 
 
-def _only(tick: Tick, *kinds: str) -> bool:
+def _has_only(tick: Tick, *kinds: str) -> bool:
     return all(operation.kind in kinds for cell in tick for operation in cell)

@@ -20,7 +20,7 @@ class CostTable(NamedTuple):
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
 
-    def of(self, kind: Kind, model_stage: int) -> float:
+    def time(self, kind: Kind, model_stage: int) -> float:
         """Return the time of an operation of `kind` on a stage of the model; BW takes B + W."""
         times = {"F": self.forward, "B": self.backward_input, "W": self.backward_weight}
         return sum(times[part][model_stage] for part in kind)
@@ -75,7 +75,7 @@ def _per_model_stage(
     )
 
 
-class Timed(NamedTuple):
+class TimedOperation(NamedTuple):
     """An operation with its start and end times."""
 
     operation: Operation
@@ -101,14 +101,14 @@ class Simulation:
     bubble: float
     stash: tuple[int, ...]
     sends: tuple[int, ...]
-    timeline: tuple[tuple[Timed, ...], ...]
+    timeline: tuple[tuple[TimedOperation, ...], ...]
 
 
-def free_running(
+def simulate_free(
     order: Sequence[PlacedOperation], placement: Sequence[int], costs: CostTable, send: float
-) -> list[list[Timed]]:
+) -> list[list[TimedOperation]]:
     """Return each stage's operations with times, if each starts once its inputs have arrived."""
-    lines: list[list[Timed]] = [[] for _ in range(1 + max(placement))]
+    lines: list[list[TimedOperation]] = [[] for _ in range(1 + max(placement))]
     end: dict[Done, float] = {}
     for operation, model_stage, gives, needs in order:
         line = lines[operation.stage]
@@ -116,27 +116,27 @@ def free_running(
         for needed in needs:
             elsewhere = placement[needed.model_stage] != operation.stage
             start = max(start, end[needed] + send * elsewhere)
-        end[gives] = start + costs.of(operation.kind, model_stage)
-        line.append(Timed(operation, start, end[gives]))
+        end[gives] = start + costs.time(operation.kind, model_stage)
+        line.append(TimedOperation(operation, start, end[gives]))
     return lines
 
 
-def in_lockstep(
+def simulate_lockstep(
     ticks: Sequence[Tick], model_stages: Sequence[Sequence[int]], costs: CostTable, send: float
-) -> tuple[list[list[Timed]], float]:
+) -> tuple[list[list[TimedOperation]], float]:
     """Return each stage's operations with times in lockstep, and the end of the last tick.
 
     All stages start a tick together. It lasts as long as the slowest of them, plus `send`.
     """
-    lines: list[list[Timed]] = [[] for _ in model_stages]
+    lines: list[list[TimedOperation]] = [[] for _ in model_stages]
     now = 0.0
     for tick in ticks:
         ends = [now]
         for stage, operations in enumerate(tick):
             start = now
             for operation in operations:
-                done = start + costs.of(operation.kind, model_stages[stage][operation.chunk])
-                lines[stage].append(Timed(operation, start, done))
+                done = start + costs.time(operation.kind, model_stages[stage][operation.chunk])
+                lines[stage].append(TimedOperation(operation, start, done))
                 start = done
             ends.append(start)
         now = max(ends) + send

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from ._basic import RowEntry, build, v_shaped
+from ._basic import RowEntry, build, v_placement
 from ._operations import Kind, as_sizes, check_chunks
 from ._schedule import Schedule
 
@@ -36,7 +36,7 @@ def zbv(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule
         [step if step and step.microbatch < num_microbatches else None for step in row]
         for row in (_row(stage, num_stages, full) for stage in range(num_stages))
     ]
-    return build("zbv", rows, num_microbatches, v_shaped(num_stages))
+    return build("zbv", rows, num_microbatches, v_placement(num_stages))
 
 
 def _row(stage: int, num_stages: int, num_microbatches: int) -> list[RowEntry | None]:

@@ -9,7 +9,7 @@ from jax.core import Tracer
 
 from ..._support.checks import as_int, as_number, check_choice
 from ..._support.types import PyTree
-from ...embedding import Ahead, Carry, Embeddings, WithTables
+from ...embedding import Embeddings, PrefetchedRows, PrefetchOptions, WithTables
 from .._train_state import TrainState
 from ._gradients import GradientWindow, Metrics, StepInputs
 from ._programs import Task
@@ -28,7 +28,7 @@ class PendingLookup(NamedTuple):
       tables: references to the arrays of the state that the rows were read from; () without rows.
     """
 
-    carry: Carry
+    carry: PrefetchedRows
     batch: PyTree
     tables: tuple[weakref.ref[Any], ...]
 
@@ -67,7 +67,7 @@ class AheadStep:
     ) -> None:
         self._embeddings = _check_arguments(runner, mode, num_exact, room)
         self._runner, self.mode, self._num_exact = runner, mode, int(num_exact)
-        self._vectors = Ahead(mode != "exact", mode == "patched", room)
+        self._vectors = PrefetchOptions(mode != "exact", mode == "patched", room)
         self._count = 0
 
     def prime(self, state: TrainState, batch: PyTree) -> PendingLookup:
@@ -130,7 +130,7 @@ class AheadStep:
         self._count += next_batch is not None
         carry = asked.carry
         if not asked.is_current(state.params):
-            carry = self._request(Ahead(vectors=True), state, StepInputs(carry=carry))
+            carry = self._request(PrefetchOptions(vectors=True), state, StepInputs(carry=carry))
         inputs = StepInputs(batch, weight, window, carry, next_batch)
         if collect:
             new, metrics, carry = runner.collect(state, inputs, num_batches, ahead)
@@ -151,16 +151,18 @@ class AheadStep:
         inputs = StepInputs(batch, weight, window, asked.carry, next_batch)
         return self._runner.lower(state, inputs, self._lookup_scope(next_batch)).compile()
 
-    def _lookup_scope(self, next_batch: PyTree | None) -> Ahead:
+    def _lookup_scope(self, next_batch: PyTree | None) -> PrefetchOptions:
         """Return how much of the lookup of `next_batch` the next call does."""
         is_exact = next_batch is None or self._count < self._num_exact
-        return Ahead() if is_exact else self._vectors
+        return PrefetchOptions() if is_exact else self._vectors
 
-    def _request(self, ahead: Ahead, state: TrainState, inputs: StepInputs) -> Carry:
+    def _request(
+        self, ahead: PrefetchOptions, state: TrainState, inputs: StepInputs
+    ) -> PrefetchedRows:
         task = Task.create("start_lookup", "carry", ahead=ahead)
         return self._runner.run(task, without_optimizer(state), inputs)
 
-    def _as_pending(self, carry: Carry | None, batch: PyTree, state: TrainState) -> Any:
+    def _as_pending(self, carry: PrefetchedRows | None, batch: PyTree, state: TrainState) -> Any:
         if carry is None:
             return None
         tables = () if carry.vectors is None else jax.tree.leaves(state.params.tables)

@@ -13,7 +13,7 @@ import jax
 from jax.core import Tracer
 
 from ..._support.types import CompilerOptions, PyTree
-from ...gradients.precision import Policy, computing_in
+from ...gradients.precision import Policy, apply_policy
 from ...mesh import axis_names
 from ...tracing import FullLoss
 from .._train_state import TrainState
@@ -64,7 +64,7 @@ class DispatchedGradients(BatchGradients):
             def loss_of_batch(params: PyTree, _: PyTree, **context: Any) -> Any:
                 return loss(params, batch.results, **context)
 
-            computed = loss_of_batch if policy is None else computing_in(policy, loss_of_batch)
+            computed = loss_of_batch if policy is None else apply_policy(policy, loss_of_batch)
             return computed(params, batch.batch, **context)
 
         own: dict[str, Any] = {"dispatch": dispatch, "parts": parts, "policy": policy}

@@ -17,7 +17,7 @@ from jax import lax
 
 from ..._support.scopes import METRICS, MODEL_STATE
 from ..._support.types import AxisName, PyTree
-from ...embedding import Carry, WithVectors, added_rows, empty_rows, row_means
+from ...embedding import BatchWithVectors, PrefetchedRows, accumulate_rows, empty_rows, row_means
 from ...gradients.precision import DynamicLossScaleState, loss_scale_of, scaled_value_and_grad
 from ...gradients.sparse import Rows
 from ...mesh import from_first, is_shared, own_keys, place_key
@@ -80,7 +80,7 @@ class StepInputs(NamedTuple):
     batch: PyTree = None
     weight: jax.Array | None = None
     window: GradientWindow | None = None
-    carry: Carry | None = None
+    carry: PrefetchedRows | None = None
     upcoming: PyTree = None
 
 
@@ -353,7 +353,7 @@ def value_and_gradients(
     `(sum, weight)`, and their gradients, are weighted. Model state passes from microbatch to
     microbatch. With a `scale`, gradients are taken of the loss times `scale`, and divided by it
     again unless `divides` is False; the loss is then at least float32. The last result is the
-    gradient of the vectors of a batch `WithVectors`, per example; None for other batches.
+    gradient of the vectors of a batch `BatchWithVectors`, per example; None for other batches.
 
     Communication: none, whatever the number of microbatches.
     """
@@ -374,7 +374,7 @@ def value_and_gradients(
         grad_fn = scaled_value_and_grad(differentiable_loss, scale, divides=divides)
 
     def one(state: PyTree, part: PyTree, key: jax.Array):
-        both = params, part.embedded if isinstance(part, WithVectors) else None
+        both = params, part.embedded if isinstance(part, BatchWithVectors) else None
         (value, aux), (grads, embedded_grads) = grad_fn(both, part, key, state)
         weight, (metrics, state) = aux
         return (with_loss(metrics, value, weight), state), grads, embedded_grads
@@ -403,7 +403,7 @@ def value_and_gradients(
         g = g / accumulate
         return g.sum(0) if is_shared(embedded) else g.reshape(embedded.shape)
 
-    if isinstance(batch, WithVectors):
+    if isinstance(batch, BatchWithVectors):
         embedded_grads = jax.tree.map(per_example, embedded_grads, batch.embedded)
     return (metrics, model_state), grads, embedded_grads
 
@@ -478,7 +478,7 @@ def add_to_window(window: GradientWindow, gradients: Gradients, *, fits: bool) -
         metrics,
         old_if_idle(weight, gradients.model_state, window.model_state),
         window.count + 1,
-        added_rows(window.rows, gradients.rows, weight, place),
+        accumulate_rows(window.rows, gradients.rows, weight, place),
         jax.tree.map(jnp.add, window.refused, gradients.refused),
         window.num_placed if place is None else place + 1,
     )

@@ -8,8 +8,8 @@ import optax
 
 from ..._support.checks import as_int, check_choice, checks_flags
 from ..._support.types import AxisName
-from ...embedding import Embeddings, tables_on
-from ...gradients.precision import Policy, computing_in
+from ...embedding import Embeddings, tables_for_mesh
+from ...gradients.precision import Policy, apply_policy
 from ...mesh import AnyMesh, MapWith, replica_count
 from ...tracing import as_full_loss
 from ...transform import LossProgram, ParameterTransform, over_stages, spec_of
@@ -135,7 +135,7 @@ def make_train_step(
     check_axes((gradients, optimizer, exchange), mesh, axis_name)
     if embeddings is not None:
         check_with_tables(gradients)
-        embeddings = tables_on(embeddings, mesh, axis_name)
+        embeddings = tables_for_mesh(embeddings, mesh, axis_name)
     program = LossProgram.of(loss_fn)
     program.check_mesh(mesh)
     if map_with == "vmap":
@@ -147,7 +147,7 @@ def make_train_step(
                 f'`map_with`="vmap" maps the loss alone, and {what} communicates in it by itself: '
                 'use map_with="shard_map".'
             )
-    loss = as_full_loss(program.weighted or loss_fn)
+    loss = as_full_loss(program.quotient_loss or loss_fn)
     optimizer = over_stages(program.tied_transform(optimizer))
     if program.param_types is not None:  # refuses at once what takes leaves of several stages
         jax.eval_shape(optimizer.init, program.param_types)
@@ -164,7 +164,7 @@ def make_train_step(
         )
     else:
         if policy is not None:
-            loss = computing_in(policy, loss)
+            loss = apply_policy(policy, loss)
         batches = BatchGradients(loss=loss, accumulate=num_microbatches, **differentiation)
     step = Update(
         batches=batches,

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from ..._support.checks import warn_once
 from ..._support.types import CompilerOptions, Phase, PyTree
-from ...embedding import Ahead, Carry, Embeddings
+from ...embedding import Embeddings, PrefetchedRows, PrefetchOptions
 from ...mesh import AnyMesh, device_mesh, inner_specs, model_axes, with_a_device_each
 from ...tracing import ready_order
 from ...transform import ReplicaGroup, of_one, shardings
@@ -95,7 +95,7 @@ class Runner:
     ) -> None:
         self.parts, self.mesh, self.mode = update, mesh, mode
         self._donates, self._options, self._warn = donate, compiler_options, warn_once()
-        self.embeddings, self._ahead = embeddings, None if embeddings is None else Ahead()
+        self.embeddings, self._ahead = embeddings, None if embeddings is None else PrefetchOptions()
         self.layout = update.layout(mesh, frozenset(), None, None)
         self.update = update.with_layout(self.layout)
         self.shardings: TrainState | None = None  # of the step's states; None before the first one
@@ -307,9 +307,9 @@ class Runner:
         self,
         state: TrainState,
         inputs: StepInputs,
-        ahead: Ahead | None = None,
+        ahead: PrefetchOptions | None = None,
         share: ShardTypes | None = None,
-    ) -> tuple[TrainState, Metrics, Carry | None]:
+    ) -> tuple[TrainState, Metrics, PrefetchedRows | None]:
         """Run one update; record layout and counters of the new state without reading them.
 
         The inputs hold a batch, a window of gradients, or both; without a batch `share` describes
@@ -380,8 +380,12 @@ class Runner:
         return self.run_update(state, StepInputs(window=window), None, self._collected)[:2]
 
     def collect(
-        self, state: TrainState, inputs: StepInputs, num_batches: int, ahead: Ahead | None = None
-    ) -> tuple[GradientWindow, Metrics, Carry | None]:
+        self,
+        state: TrainState,
+        inputs: StepInputs,
+        num_batches: int,
+        ahead: PrefetchOptions | None = None,
+    ) -> tuple[GradientWindow, Metrics, PrefetchedRows | None]:
         """Add a batch to a window, or to a new one if there is none."""
         self.placer.check_counts()
         ahead = ahead or self._ahead
@@ -463,7 +467,7 @@ class Runner:
         )
 
     def lower(
-        self, state: TrainState, inputs: StepInputs, ahead: Ahead | None = None
+        self, state: TrainState, inputs: StepInputs, ahead: PrefetchOptions | None = None
     ) -> jax.stages.Lowered:
         """Return the lowered program of an update; nothing runs."""
         state = self.accept_state(state, runs=False)
@@ -535,7 +539,7 @@ class Runner:
         self.placer.record_counts(inputs.batch, metrics)
 
     def _update_task(
-        self, state: TrainState, ahead: Ahead | None, share: ShardTypes | None = None
+        self, state: TrainState, ahead: PrefetchOptions | None, share: ShardTypes | None = None
     ) -> Task:
         """Return the task of the next update; one program serves all phases in a traced step."""
         phase = self.phases.program_phase(state)
@@ -554,7 +558,7 @@ class Runner:
 
 
 @lru_cache(maxsize=256)
-def _update(phase: Phase | None, ahead: Ahead | None, share: ShardTypes | None = None) -> Task:
+def _update(phase: Phase | None, ahead: PrefetchOptions | None, share: ShardTypes | None = None) -> Task:
     """Return the task of an update; of a window alone `share` describes the last batch."""
     results = "state", "metrics", "carry"
     return Task.create("update", results, "state", phase=phase, ahead=ahead, like=share)
@@ -566,7 +570,7 @@ def _scan(phase: Phase | None) -> Task:
     return Task.create("scan", ("state", "metrics"), "state", phase=phase)
 
 
-def _collect(ahead: Ahead | None, *, fits: bool) -> Task:
+def _collect(ahead: PrefetchOptions | None, *, fits: bool) -> Task:
     """Return the task of adding a batch to a window, in its room if it `fits`, else after it."""
     results = "window", "metrics", "carry"
     # jax warns of donated buffers that no result can reuse, as those of a window that grows.

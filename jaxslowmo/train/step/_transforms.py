@@ -9,7 +9,7 @@ import optax
 
 from ..._support.types import AxisName, PyTree
 from ...gradients.clipping import ClipByGlobalNormState
-from ...gradients.precision import DynamicLossScaleState, check_place
+from ...gradients.precision import DynamicLossScaleState, check_nesting
 from ...gradients.reducer import AccumulateState
 from ...mesh import AnyMesh, axis_names
 from ...tracing import UpdateFacts, read_update
@@ -212,7 +212,7 @@ def check_transforms(
         _check_inner_reduction(leaves, inside, needed)
     _check_gradients_state(gradients)
     if parts_of(optimizer, DynamicLossScaleState):
-        check_place(optimizer)
+        check_nesting(optimizer)
     _check_hidden_scale(unknown["optimizer"])
     parts.check_optimizer(optimizer, unknown["optimizer"])
     _check_conditions({"gradients": gradients, "optimizer": optimizer}, num_replicas)

@@ -12,10 +12,10 @@ from ..._support.scopes import EVERY_PHASE
 from ..._support.types import Phase, PyTree
 from ...gradients.precision import (
     DynamicLossScaleState,
-    as_before_if,
+    did_skip,
+    guard_overflow,
+    revert_if,
     scale_metrics,
-    unless_overflow,
-    was_skipped,
     zero_if,
 )
 from ...mesh import AnyMesh, Roles, axis_names
@@ -210,7 +210,7 @@ class Update(Parts):
             arguments = accepted_arguments(spec_of(self.gradients), before, **given)
             update: Any = partial(self.gradients.update, **arguments)
             if parts_of(state.opt_state, DynamicLossScaleState):
-                update = unless_overflow(update, {*averaging.axes, *self.inner_axes}, weight)
+                update = guard_overflow(update, {*averaging.axes, *self.inner_axes}, weight)
             grads, after = update(grads, before, state.params)
         loss = None if averaging.has_unknown else averaging.mean(loss, loss_weight)
         weights = Weights(gathered.weight, gathered.weight).after_averaging(averaging)
@@ -260,7 +260,7 @@ class Update(Parts):
             after = old_if_idle(own_weight, after, before)
         if alone:
             updates = unless_idle(updates, own_weight)
-        model_state, skipped = gathered.model_state, was_skipped(before, after)
+        model_state, skipped = gathered.model_state, did_skip(before, after)
         if skipped is not None:
             model_state = restore_statistics_if(skipped, model_state, state.model_state)
         return PendingUpdate(
@@ -301,7 +301,7 @@ class Update(Parts):
             extra = {"weight": update.weights.exchange, "learning_rate": update.rate}
             if update.is_follower is not None:
                 # An exchange leaves out the update of a replica without weight, so it comes before.
-                params = as_before_if(~update.is_follower, apply_exactly(params, updates), params)
+                params = revert_if(~update.is_follower, apply_exactly(params, updates), params)
                 updates = zero_if(update.is_follower, updates)
             params, means, after, optimizer_state = self.sync.exchange(
                 updates,

@@ -18,24 +18,24 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import Phase, PyTree
 from ...embedding import (
     PREFIX,
-    Ahead,
-    Carry,
+    BatchWithVectors,
     Embeddings,
+    PrefetchedRows,
+    PrefetchOptions,
     Requests,
     WithTables,
-    WithVectors,
-    patched_rows,
+    init_table_state,
     read_rows,
+    refresh_vectors,
+    replicate_tables,
     send_rows,
-    stacked_table_state,
-    stacked_tables,
 )
 from ...gradients.precision import (
     DynamicLossScaleState,
-    anywhere,
-    as_before_if,
+    any_over,
+    did_skip,
+    revert_if,
     scale_metrics,
-    was_skipped,
     zero_if,
 )
 from ...gradients.reducer import ReadyOrder
@@ -110,21 +110,21 @@ class TableBatches(BatchGradients):
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...]:
         """Return the order in which gradients of dense leaves are ready."""
 
-        def pooled_batch(batch: PyTree, params: PyTree) -> WithVectors:
+        def pooled_batch(batch: PyTree, params: PyTree) -> BatchWithVectors:
             return self._pool(batch, params)[0]
 
         return super().ready_order(state, jax.eval_shape(pooled_batch, batch, state.params))
 
     def _pool(
         self, requested: RequestedBatch, params: PyTree
-    ) -> tuple[WithVectors, Callable[[PyTree], tuple[PyTree, PyTree]]]:
+    ) -> tuple[BatchWithVectors, Callable[[PyTree], tuple[PyTree, PyTree]]]:
         """Return a batch with its pooled vectors, and the function that pulls back their gradients.
 
         That function returns the gradients of the rows and of `params`, the dense parameters.
         """
         pool = partial(self.embeddings.pooled, requests=requested.requests)
         embedded, pull = jax.vjp(lambda x, p: pool(x, params=p), requested.vectors, params)
-        return WithVectors(requested.batch, embedded), pull
+        return BatchWithVectors(requested.batch, embedded), pull
 
     def _batch_gradients(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
         requested, key, model_state = data
@@ -155,7 +155,7 @@ class TableBatches(BatchGradients):
         scaled = jax.tree.map(lambda g: g / devices, of_vectors)
         rows = embeddings.send_back(scaled, requested.requests)
         metrics = self._replica_metrics(metrics, weight)
-        refused = embeddings.num_refused(requested.counts)
+        refused = embeddings.num_errors(requested.counts)
         data = LossData(batch, key, model_state)
         return Gradients(grads, metrics, new_model_state, weight, data, rows, refused)
 
@@ -173,7 +173,7 @@ class UpdateWithTables(Update):
     def from_dense_update(cls, update: Update, embeddings: Embeddings) -> Self:
         """Return an update of tables, too, from one of dense parameters."""
 
-        def loss(params: PyTree, batch: WithVectors, **context: Any) -> Any:
+        def loss(params: PyTree, batch: BatchWithVectors, **context: Any) -> Any:
             return update.batches.loss(params, batch.batch, embedded=batch.embedded, **context)
 
         of_batches: dict[str, Any] = {**vars(update.batches), "loss": loss}
@@ -192,7 +192,7 @@ class UpdateWithTables(Update):
         )
 
     def prepare_update(
-        self, state: TrainState, inputs: StepInputs, *, like: Any = None, ahead: Ahead
+        self, state: TrainState, inputs: StepInputs, *, like: Any = None, ahead: PrefetchOptions
     ) -> tuple[PendingWithTables, Metrics, Any]:
         """Make one update of dense parameters and tables; see `Update.prepare_update`.
 
@@ -234,9 +234,9 @@ class UpdateWithTables(Update):
         count: jax.Array,
         phase: Phase | None,
         *,
-        ahead: Ahead,
+        ahead: PrefetchOptions,
         like: Any = None,
-    ) -> tuple[TrainState, Metrics, Carry | None]:
+    ) -> tuple[TrainState, Metrics, PrefetchedRows | None]:
         """Return new state, metrics, and the request of the next batch, of which rows moved."""
         del old, like
         lookup, changed = extra
@@ -246,9 +246,11 @@ class UpdateWithTables(Update):
         if self.sync is not None and phase is None:
             moves = self.sync.due(count)
 
-        def patch(tables: PyTree, lookup: Carry, changed: Any, moves: Any, weight: Any) -> Any:
+        def patch(
+            tables: PyTree, lookup: PrefetchedRows, changed: Any, moves: Any, weight: Any
+        ) -> Any:
             layout, where = self.embeddings.layout(), {"room": ahead.room, "everything": moves}
-            vectors, resent = patched_rows(layout, tables, *lookup, changed, **where)
+            vectors, resent = refresh_vectors(layout, tables, *lookup, changed, **where)
             counts = {
                 f"{PREFIX}{name}/resent": sum_over(n, self.inner_axes) for name, n in resent.items()
             }
@@ -267,8 +269,8 @@ class UpdateWithTables(Update):
         return super().open_window(dense_state(state), inputs, num_batches=num_batches)
 
     def collect(
-        self, state: TrainState, inputs: StepInputs, *, fits: bool, ahead: Ahead
-    ) -> tuple[GradientWindow, Metrics, Carry | None]:
+        self, state: TrainState, inputs: StepInputs, *, fits: bool, ahead: PrefetchOptions
+    ) -> tuple[GradientWindow, Metrics, PrefetchedRows | None]:
         """Add a batch to a window. No row changes, so none is sent again for the next batch."""
         inputs = self._request_rows(state, inputs)
         lookup, _ = self._start_lookup(state, inputs.upcoming, ahead)
@@ -279,7 +281,9 @@ class UpdateWithTables(Update):
         """Return the metrics of a forward pass."""
         return super().evaluate(dense_state(state), self._request_rows(state, inputs))
 
-    def start_lookup(self, state: TrainState, inputs: StepInputs, *, ahead: Ahead) -> Carry | None:
+    def start_lookup(
+        self, state: TrainState, inputs: StepInputs, *, ahead: PrefetchOptions
+    ) -> PrefetchedRows | None:
         """Start the lookup of a batch without a step; of a carry, read its rows in this state."""
         return self._start_lookup(state, inputs.batch, ahead, inputs.carry)[0]
 
@@ -293,7 +297,7 @@ class UpdateWithTables(Update):
         """
         carry = inputs.carry
         if carry is None or carry.vectors is None:
-            carry, _ = self._start_lookup(state, inputs.batch, Ahead(vectors=True), carry)
+            carry, _ = self._start_lookup(state, inputs.batch, PrefetchOptions(vectors=True), carry)
         assert carry is not None, "there is a batch"
         metrics = self.embeddings.metrics(carry.requests)
         counts = {name: sum_over(count, self.inner_axes) for name, count in metrics.items()}
@@ -301,8 +305,12 @@ class UpdateWithTables(Update):
         return inputs._replace(batch=batch)
 
     def _start_lookup(
-        self, state: TrainState, batch: PyTree, ahead: Ahead, carry: Carry | None = None
-    ) -> tuple[Carry | None, PyTree]:
+        self,
+        state: TrainState,
+        batch: PyTree,
+        ahead: PrefetchOptions,
+        carry: PrefetchedRows | None = None,
+    ) -> tuple[PrefetchedRows | None, PyTree]:
         """Return the request of a batch, None without one, and the rows read for it.
 
         Of an earlier request `carry` only the rows are read again.
@@ -314,7 +322,7 @@ class UpdateWithTables(Update):
         if batch is None and carry is None:
             return None, ()
         if carry is None:
-            carry = Carry(embeddings.exchange_ids(embeddings.bags_of(batch)), None)
+            carry = PrefetchedRows(embeddings.exchange_ids(embeddings.bags_of(batch)), None)
         if not ahead.vectors:
             return carry, ()
         read = read_rows(state.params.tables, carry.requests.asked)
@@ -351,14 +359,14 @@ class UpdateWithTables(Update):
         """
         grads, before, finite = reduced.grads, state.opt_state, None
         if parts_of(before, DynamicLossScaleState):
-            finite = ~anywhere(~all_finite(grads.rows), self.inner_axes, None)
+            finite = ~any_over(~all_finite(grads.rows), self.inner_axes, None)
         pending = self.compute_update(state, reduced._replace(grads=grads.dense), gathered, finite)
         refused = self._has_wrong_ids(state, gathered)
-        skipped = was_skipped(before, pending.optimizer_state)
+        skipped = did_skip(before, pending.optimizer_state)
         skipped = refused if skipped is None else refused | skipped
         pending = pending._replace(
             updates=zero_if(refused, pending.updates),
-            optimizer_state=as_before_if(refused, pending.optimizer_state, before),
+            optimizer_state=revert_if(refused, pending.optimizer_state, before),
             # Counters must count this update, since they decide when gradients are exchanged.
             gradients_state=restore_statistics_if(
                 refused, pending.gradients_state, state.exchange.gradients
@@ -408,7 +416,7 @@ class UpdateWithTables(Update):
             bags = self.embeddings.bags_of(batch)
             return self.embeddings.reference(params.tables, bags, params.dense)
 
-        return params.dense, WithVectors(batch, jax.eval_shape(look_up, params, batch))
+        return params.dense, BatchWithVectors(batch, jax.eval_shape(look_up, params, batch))
 
     def dense(self, tree: PyTree) -> PyTree:
         """Return the part of a tree for the dense parameters; other values are returned as is."""
@@ -430,7 +438,7 @@ class UpdateWithTables(Update):
         """Return the first states of gradient transform and optimizers."""
         gradients, optimizer = super().init_optimizers(stacked.dense, mesh)
         where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
-        tables = stacked_table_state(self.embeddings, stacked.tables, **where)
+        tables = init_table_state(self.embeddings, stacked.tables, **where)
         return gradients, WithTables(optimizer, tables)
 
     def replicate_params(self, params: PyTree, seed: int, mesh: AnyMesh) -> WithTables:
@@ -438,7 +446,7 @@ class UpdateWithTables(Update):
         dense, tables = params if isinstance(params, WithTables) else (params, None)
         where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
         dense = super().replicate_params(dense, seed, mesh)
-        return WithTables(dense, stacked_tables(self.embeddings, tables, seed, **where))
+        return WithTables(dense, replicate_tables(self.embeddings, tables, seed, **where))
 
     @property
     def maps_inner_axes(self) -> bool:

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.gradients.precision import check_place
+from jaxslowmo.gradients.precision import check_nesting
 from support.executions import lift
 from support.promotion import promoting
 
@@ -197,7 +197,7 @@ def test_the_scale_is_found_wherever_the_wrapper_stands():
     for name, tx in AROUND.items():
         state = tx.init(PARAMS)
         assert js.loss_scale_of(state) == 8, name
-        check_place(state)
+        check_nesting(state)
     assert js.loss_scale_of(optax.adam(0.1).init(PARAMS)) is None
     stacked = SCALED.init(PARAMS)._replace(loss_scale=np.float32([8, 4]))
     np.testing.assert_array_equal(js.loss_scale_of((stacked, ())), [8, 4])

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.gradients.precision import computing_in, scaled_value_and_grad
-from jaxslowmo.gradients.precision._mixed_precision import anywhere
+from jaxslowmo.gradients.precision import apply_policy, scaled_value_and_grad
+from jaxslowmo.gradients.precision._mixed_precision import any_over
 
 TREE = {
     "decoder": {"norm": jnp.ones(2), "dense": [jnp.ones(2), jnp.ones(2, jnp.bfloat16)]},
@@ -61,7 +61,7 @@ def test_a_loss_computes_in_it_and_returns_float32():
         metrics = {"value": value, "count": batch["n"].sum()}
         return value, (metrics, {"mean": value, "steps": model_state["steps"] + 1})
 
-    cast = computing_in(js.Policy("bfloat16", keep="n*"), loss)
+    cast = apply_policy(js.Policy("bfloat16", keep="n*"), loss)
     x, steps = jnp.float32([1.001, 2.0]), {"mean": jnp.float32(0.5), "steps": jnp.int32(3)}
     batch = {"x": x, "n": jnp.float32([1, 2])}
 
@@ -98,7 +98,7 @@ def test_replicas_without_data_are_asked_only_among_themselves():
     """Three replicas, all of their flags and weights."""
     cases = np.asarray(list(itertools.product([0, 1], repeat=6)), bool)
     found, active = cases[:, :3].T, cases[:, 3:].T
-    ask = jax.vmap(lambda f, w: jax.vmap(lambda f, w: anywhere(f, ["r"], w))(f, w), axis_name="r")
+    ask = jax.vmap(lambda f, w: jax.vmap(lambda f, w: any_over(f, ["r"], w))(f, w), axis_name="r")
     heard = np.asarray(ask(jnp.asarray(found), jnp.asarray(active, jnp.float32)))
     want = np.where(active.any(0), (found & active).any(0), found.any(0))
     np.testing.assert_array_equal(heard, np.tile(want, (3, 1)))

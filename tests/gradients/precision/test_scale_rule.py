@@ -39,10 +39,10 @@ def compiled(**options):
     rule = ScaleRule(**options)
 
     def step(state, overflow):
-        state = rule.after(state, overflow)
+        state = rule.next_state(state, overflow)
         return state, state
 
-    return jax.jit(lambda pattern: jax.lax.scan(step, rule.start(()), pattern)[1])
+    return jax.jit(lambda pattern: jax.lax.scan(step, rule.init_state(()), pattern)[1])
 
 
 # Interval, hysteresis, growth, backoff, least and largest scale.

@@ -23,7 +23,7 @@ def test_a_stash_is_let_go_when_its_microbatch_is_done(monkeypatch: pytest.Monke
     model, params = language_model(0, tied=False)
     schedule = js.schedules.one_f_one_b(2, 8)
     pipe = dispatched(model, params, schedule, {"stage": 2})
-    most, dispatch = 0, Pass._do
+    most, dispatch = 0, Pass._dispatch
 
     def watched(self: Pass, operation: Any) -> Any:
         nonlocal most
@@ -31,7 +31,7 @@ def test_a_stash_is_let_go_when_its_microbatch_is_done(monkeypatch: pytest.Monke
         most = max(most, sum(stage == 0 for stage, _ in self._stash))
         return made
 
-    monkeypatch.setattr(Pass, "_do", watched)
+    monkeypatch.setattr(Pass, "_dispatch", watched)
     jax.grad(pipe, has_aux=True)(params, tokens(8))
     assert most == 2 == schedule.stash[0]
 

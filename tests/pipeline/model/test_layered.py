@@ -41,7 +41,7 @@ def test_the_model_is_its_layers_one_after_the_other_and_the_loss():
         ),
     )
     x = whole.stage(0, 1)(PARAMS[:1], None, BATCH)
-    assert whole.stage(1, 3)(PARAMS[1:], x, BATCH).loss(1).returned(weighted=False) == found
+    assert whole.stage(1, 3)(PARAMS[1:], x, BATCH).loss(1).to_output(as_quotient=False) == found
 
 
 def test_layers_with_a_key_draw_their_own_and_the_same_again():

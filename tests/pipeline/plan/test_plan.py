@@ -53,7 +53,7 @@ def test_equal_stages_share_a_branch_and_compute_their_own_layers(
     parts = js.partition_uniform(blocks + 2, schedule.num_stages, schedule.num_chunks)
     mesh = mesh_of({"stage": schedule.num_stages})
     pipe = js.pipelined(model, params, schedule, parts=parts, mesh=mesh)
-    assert list(pipe.plan.of_stage) == kinds
+    assert list(pipe.plan.kind_index) == kinds
     values = jax.jit(pipe)(pipe.layout.stack(params), tokens(8))
     assert_close(values, model(params, tokens(8)))
     assert np.isfinite(values[0])

@@ -85,17 +85,17 @@ def _compress(owner: str, wire_dtype: Any, inner: CommHook | None) -> CommHook:
     check_hook(owner, inner)
     wire: np.dtype = jnp.dtype(wire_dtype)
 
-    def narrowed(bucket: GradBucket) -> GradBucket:
+    def to_wire_dtype(bucket: GradBucket) -> GradBucket:
         check_dtype(owner, bucket, ("float32", "float64", wire.name))
         if isinstance(bucket.flat, jax.ShapeDtypeStruct):
             return bucket.replace(jax.ShapeDtypeStruct(bucket.flat.shape, wire))
         return bucket.replace(bucket.flat.astype(wire))
 
     def init(bucket: GradBucket) -> PyTree:
-        return inner.init(narrowed(bucket))
+        return inner.init(to_wire_dtype(bucket))
 
     def update(bucket: GradBucket, state: PyTree) -> tuple[Any, PyTree]:
-        reduced, state = inner.update(narrowed(bucket), state)
+        reduced, state = inner.update(to_wire_dtype(bucket), state)
         return reduced.astype(bucket.dtype), state
 
     return CommHook(init, update)

@@ -21,7 +21,7 @@ Reduce = Callable[[GradBucket, jax.Array], tuple[jax.Array, jax.Array]]
 (n,) in the dtype of `flat`: `mean` is the mean of flat - lost over replicas."""
 
 
-def lossy(
+def error_feedback_hook(
     owner: str,
     reduce: Reduce,
     *,
@@ -107,7 +107,7 @@ def int8(
       Tang et al., "DoubleSqueeze", ICML 2019 (error feedback on both ways).
     """
     codec = codecs.int8(checked_int("int8: `block_size`", block_size, 1))
-    return _quantised("int8", codec, error_feedback, stochastic_rounding, seed)
+    return _codec_hook("int8", codec, error_feedback, stochastic_rounding, seed)
 
 
 @checks_flags("hooks.fp8")
@@ -144,10 +144,10 @@ def fp8(
     """
     check_choice("format", format, Format, "fp8")
     codec = codecs.fp8(format, block=checked_int("fp8: `block_size`", block_size, 1))
-    return _quantised("fp8", codec, error_feedback, stochastic_rounding, seed)
+    return _codec_hook("fp8", codec, error_feedback, stochastic_rounding, seed)
 
 
-def _quantised(
+def _codec_hook(
     owner: str, codec: Codec, error_feedback: bool, stochastic: bool, seed: Any
 ) -> CommHook:
     checked_seed = checked_int(f"{owner}: `seed`", seed)
@@ -160,8 +160,8 @@ def _quantised(
             key = jax.random.fold_in(key, bucket.count)
         return mean_in_codec(flat, bucket.axis_name, codec, key=key)
 
-    float32 = jnp.dtype(jnp.float32)
-    return lossy(owner, reduce, error_feedback=error_feedback, compute=lambda _: float32)
+    compute = lambda _: jnp.dtype(jnp.float32)  # noqa: E731
+    return error_feedback_hook(owner, reduce, error_feedback=error_feedback, compute=compute)
 
 
 @checks_flags("hooks.top_k")
@@ -204,4 +204,4 @@ def top_k(
         codec = TopK(share=share, count=k or 1, values=bucket.dtype)
         return mean_in_codec(flat, bucket.axis_name, codec)
 
-    return lossy("top_k", reduce, error_feedback=error_feedback)
+    return error_feedback_hook("top_k", reduce, error_feedback=error_feedback)

@@ -96,7 +96,7 @@ def powersgd(
     def matrices(bucket: GradBucket) -> list[_Matrices]:
         return _matrices(bucket, rank, min_compression_rate)
 
-    def draw(bucket: GradBucket, count: Any) -> tuple[jax.Array, ...]:
+    def draw_factors(bucket: GradBucket, count: Any) -> tuple[jax.Array, ...]:
         work = at_least_float32(bucket.dtype)
         shapes = [(len(g.members), g.columns, g.rank) for g in matrices(bucket)]
         drawn = [draw_normal(seed, count, bucket.index, i, x) for i, x in enumerate(shapes)]
@@ -106,16 +106,16 @@ def powersgd(
         shapes = [(len(g.members), g.rows, g.columns) for g in matrices(bucket)]
         work = at_least_float32(bucket.dtype)
         error = tuple(jnp.zeros(shape, work) for shape in shapes if error_feedback)
-        return PowerSGDState(error, draw(bucket, 0) if warm_start else ())
+        return PowerSGDState(error, draw_factors(bucket, 0) if warm_start else ())
 
-    def plain(bucket: GradBucket, state: PowerSGDState) -> tuple[jax.Array, PowerSGDState]:
+    def warm_up(bucket: GradBucket, state: PowerSGDState) -> tuple[jax.Array, PowerSGDState]:
         with phase_scope("warm_up"):
             return all_mean(bucket.flat, bucket.axis_name), state
 
-    def compressed(bucket: GradBucket, state: PowerSGDState) -> tuple[jax.Array, PowerSGDState]:
+    def compress(bucket: GradBucket, state: PowerSGDState) -> tuple[jax.Array, PowerSGDState]:
         with phase_scope("powersgd"):
-            first_q = state.q if warm_start else draw(bucket, bucket.count)
-            flat, lost, q = _compressed_mean(bucket, matrices(bucket), state.error, first_q)
+            first_q = state.q if warm_start else draw_factors(bucket, bucket.count)
+            flat, lost, q = _low_rank_mean(bucket, matrices(bucket), state.error, first_q)
             after = PowerSGDState(lost if error_feedback else (), q if warm_start else ())
         # One overflow must not stay in the residuals. The reduced bucket is equal on all replicas,
         # so all make the same choice.
@@ -128,8 +128,8 @@ def powersgd(
         assert bucket.count is not None
         return run_if(
             bucket.count > start_step if start_step else True,
-            lambda x: compressed(bucket.replace(x[0]), x[1]),
-            lambda x: plain(bucket.replace(x[0]), x[1]),
+            lambda x: compress(bucket.replace(x[0]), x[1]),
+            lambda x: warm_up(bucket.replace(x[0]), x[1]),
             (bucket.flat, state),
             axes=axis_names(bucket.axis_name),
         )
@@ -161,7 +161,7 @@ def _matrices(bucket: GradBucket, rank: int, min_compression_rate: float) -> lis
     ]
 
 
-def _compressed_mean(
+def _low_rank_mean(
     bucket: GradBucket,
     groups: list[_Matrices],
     errors: tuple[jax.Array, ...],
