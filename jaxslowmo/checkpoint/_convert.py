@@ -11,7 +11,7 @@ import numpy as np
 
 from .._support.types import PyTree
 from ..gradients.precision import DynamicLossScaleState
-from ..mesh import Shares, numbered_key
+from ..mesh import Shares, fold_in_number
 from ..train import ExchangingStep, TrainState, TrainStep
 from ..transform import Algorithm, ParameterTransform, is_state_of, shifted_copies
 from ..tree import in_model_form, mirrored
@@ -382,7 +382,7 @@ def _numbered_keys(data: Any, struct: Any, new: int) -> Any:
     """Return the data of each replica's keys of the model, derived from replica 0's as at init."""
     with jax.transfer_guard("allow"):  # of a few numbers
         keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(jnp.empty((), struct.dtype)))
-        numbered = jax.vmap(lambda replica: numbered_key(keys, replica))(jnp.arange(new))
+        numbered = jax.vmap(lambda replica: fold_in_number(keys, replica))(jnp.arange(new))
         return np.asarray(jax.random.key_data(numbered))
 
 

@@ -46,7 +46,8 @@ class FolderWrite:
       record: plain JSON to write next to the arrays; process 0's is written.
       notes: the notes by which the processes agree.
       on_start: function that process 0 calls before it makes the folder.
-      on_complete: function that process 0 calls once the folder has its name; errors become warnings.
+      on_complete: function that process 0 calls once the folder has its name; its errors become
+        warnings.
 
     Raises:
       CheckpointError: the folder cannot be made; on all processes.

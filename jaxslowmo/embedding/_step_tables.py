@@ -22,10 +22,10 @@ from ..mesh import (
     AnyMesh,
     array_from_host,
     axis_names,
-    has_a_device_each,
+    device_put_replicated,
+    has_device_per_position,
     key_bits,
     map_replicas,
-    on_every_device,
     placement,
     replica_count,
     replicate,
@@ -94,7 +94,7 @@ def tables_on(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) -> Emb
             f"`embeddings` are sharded over {axis!r}, a replica axis of this step: every replica "
             "has its own tables, sharded over an axis inside the replica."
         )
-    if has_a_device_each(mesh):
+    if has_device_per_position(mesh):
         return embeddings
     if mesh.shape[axis] > 1:
         raise ValueError(
@@ -122,7 +122,7 @@ def stacked_tables(
     Communication: none.
     """
     if tables is None:
-        bits = on_every_device(key_bits(seed), mesh)
+        bits = device_put_replicated(key_bits(seed), mesh)
         return _table_maker(embeddings, mesh, axis_name)(bits)
     stores = embeddings.layout().stores
     shapes = {name: (store.num_rows, store.dim) for name, store in stores.items()}

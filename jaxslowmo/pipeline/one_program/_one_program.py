@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import only_over, place_key
+from ...mesh import position_key, restrict_spec
 from ...tree import Staged, at_least_float32
 from .._pipelined import Pipelined
 from .._plan import Ending, Plan, StageKind, Totals, gathered
@@ -73,7 +73,7 @@ class OneProgram(Pipelined):
         if plan.batch_memory == "host":
             microbatches = jax.device_put(microbatches, jax.memory.Space.Host)
         new_axes = frozenset(a for a in (axis_name, *data_axes) if a not in manual)
-        specs = {name: only_over(spec, new_axes) for name, spec in self.layout.specs.items()}
+        specs = {name: restrict_spec(spec, new_axes) for name, spec in self.layout.specs.items()}
         of_grads = {
             name: spec
             for name, spec in specs.items()
@@ -201,7 +201,7 @@ class DeviceScan:
         self._differentiates, self._batch = differentiates, batch
         self._buffers = {n: gathered(x[0], ending.spec(n)) for n, x in buffers.items()}
         self._states = {name: x[0] for name, x in states.items()}
-        self._rng = None if rng is None else place_key(rng, ending.data_axes)
+        self._rng = None if rng is None else position_key(rng, ending.data_axes)
         zero = jnp.zeros((), jnp.int32)
         microbatch = self._microbatch(Half(*[zero] * 6, arrivals=()))
         weights = [kind.weights.read(self._buffers, 0) for kind in plan.kinds]
@@ -343,7 +343,7 @@ class DeviceScan:
             return None
         zeros = jnp.zeros(buffer.shape, at_least_float32(buffer.dtype))
         automatic = frozenset(jax.sharding.get_abstract_mesh().auto_axes)
-        layout = only_over(self._plan.layout.specs[name][1:], automatic)
+        layout = restrict_spec(self._plan.layout.specs[name][1:], automatic)
         return lax.with_sharding_constraint(zeros, layout) if any(layout) else zeros
 
     def _receive(
@@ -619,7 +619,7 @@ def _laid_out(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) -> PyTree:
     explicit = frozenset(mesh.explicit_axes)
 
     def place(x: jax.Array, spec: P) -> jax.Array:
-        new_spec = only_over(spec, explicit)
+        new_spec = restrict_spec(spec, explicit)
         return jax.sharding.reshard(x, NamedSharding(mesh, new_spec)) if any(new_spec) else x
 
     return jax.tree.map(place, tree, specs) if explicit else tree

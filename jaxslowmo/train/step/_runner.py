@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from ..._support.checks import warn_once
 from ..._support.types import CompilerOptions, Phase, PyTree
 from ...embedding import Ahead, Carry, Embeddings
-from ...mesh import AnyMesh, device_mesh, inner_specs, model_axes, with_a_device_each
+from ...mesh import AnyMesh, device_mesh, inner_specs, model_axes, with_device_per_position
 from ...tracing import ready_order
 from ...transform import ReplicaGroup, of_one, shardings
 from ...tree import leaf_names
@@ -476,7 +476,7 @@ class Runner:
         state = self.take(state, runs=False)
         inputs = StepInputs(*self.placing.placed(batch, None, self.layout.data_axes))
         task = _update(phase, self._ahead)
-        traced = with_a_device_each(self.mesh)
+        traced = with_device_per_position(self.mesh)
         if traced is self.mesh:
             program = self.program(task, state, inputs)
         else:
