@@ -191,8 +191,8 @@ def read_versioned_json(
         # A damaged digit looks the same, so the error lets `fallback` try an older checkpoint.
         raise UnreadableError(
             f"{path} has format {value[format_key]}, written by "
-            f"{value.get('versions', 'another')}, and this version of jaxslowmo reads format {number}: use the version that wrote it. "
-            "If that is this one, the file is damaged."
+            f"{value.get('versions', 'another')}, and this version of jaxslowmo reads format "
+            f"{number}: use the version that wrote it. If that is this one, the file is damaged."
         )
     return value
 
