@@ -26,6 +26,7 @@ IRREGULAR = set(
 )
 VERBS = {"embed", "feed", "need", "seed"}
 KEPT: dict[str, str] = {
+    "jaxslowmo/cli/_config.py:data_seed": "a noun: the seed",
     "jaxslowmo/topology/_mixing.py:self_weighted": "public: a mixing",
     "jaxslowmo/checkpoint/_checkpoints.py:written": "public: a method of `js.Checkpoints`",
     "jaxslowmo/islands/_store.py:put": "the object store's own word, beside get, delete and list",

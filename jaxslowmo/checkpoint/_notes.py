@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from .._support.coordinator import NoNoteError, forget, gather_notes
+from .._support.coordinator import NoNoteError, delete_notes, gather_notes
 from .._support.files import io_errno
 from ._arrays import first_line
 from ._folder import CheckpointError, UnansweredError, epath
@@ -66,7 +66,7 @@ class Notes:
         self._key = self._key or f"jaxslowmo/checkpoint/{next(_numbers)}"
         if self.count > 2 and jax.process_index() == 0:
             # Every process that took part in the last exchange has read all notes before it.
-            forget(f"{self._key}/{self.count - 2}")
+            delete_notes(f"{self._key}/{self.count - 2}")
         processes, text = range(jax.process_count()), json.dumps(value)
         seconds = min(_LOOK_SECONDS, self._seconds)
         before, since = -1, time.monotonic()

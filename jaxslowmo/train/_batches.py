@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import warn_user
-from .._support.coordinator import NoNoteError, forget, tell, wait_for
+from .._support.coordinator import NoNoteError, delete_notes, wait_for_note, write_note
 from .._support.types import AxisName, PyTree
 from ..embedding import Embeddings
 from ..mesh import (
@@ -615,17 +615,17 @@ class Comparisons:
             if decides:
                 notes = {process: note}
                 for process in others:
-                    notes[process] = json.loads(wait_for(f"{key}/notes/{process}", seconds))
+                    notes[process] = json.loads(wait_for_note(f"{key}/notes/{process}", seconds))
                 verdict = judge(notes)
             else:
-                tell(f"{key}/notes/{jax.process_index()}", json.dumps(note))
-                verdict = Verdict(*json.loads(wait_for(f"{key}/verdict", seconds)))
+                write_note(f"{key}/notes/{jax.process_index()}", json.dumps(note))
+                verdict = Verdict(*json.loads(wait_for_note(f"{key}/verdict", seconds)))
         except NoNoteError:
             who = f"process {process} did not report within {seconds:g} s"
             verdict = Verdict(warning=late.replace("{who}", who))
         if decides:
-            tell(f"{key}/verdict", json.dumps(verdict))
-            forget(f"{key}/notes")
+            write_note(f"{key}/verdict", json.dumps(verdict))
+            delete_notes(f"{key}/notes")
         if verdict.error:
             raise ValueError(verdict.error)
         if verdict.warning:
