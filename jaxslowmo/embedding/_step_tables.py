@@ -22,11 +22,11 @@ from ..mesh import (
     AnyMesh,
     array_from_host,
     axis_names,
-    device_put_replicated,
     has_device_per_position,
     key_bits,
     map_replicas,
     placement,
+    put_on_all_devices,
     replica_count,
     replicate,
 )
@@ -122,7 +122,7 @@ def stacked_tables(
     Communication: none.
     """
     if tables is None:
-        bits = device_put_replicated(key_bits(seed), mesh)
+        bits = put_on_all_devices(key_bits(seed), mesh)
         return _table_maker(embeddings, mesh, axis_name)(bits)
     stores = embeddings.layout().stores
     shapes = {name: (store.num_rows, store.dim) for name, store in stores.items()}

@@ -22,7 +22,7 @@ from .._support.checks import ArgumentError, as_number, checked_int
 from ..algorithms import shares_of_gossip
 from ..collectives.codecs import Codec
 from ..embedding import WithTables
-from ..mesh import array_from_host, axis_names, consensus, device_put_replicated, virtual_mesh
+from ..mesh import array_from_host, axis_names, consensus, put_on_all_devices, virtual_mesh
 from ..transform import (
     Every,
     ParameterTransform,
@@ -591,7 +591,7 @@ def _gather_addressable(x: jax.Array) -> Any:
 def _move_replicas(state: "TrainState", target: list[np.ndarray], merge: float) -> "TrainState":
     """Return the state with all replicas at the target, but for the share that they keep."""
     leaves, tree = jax.tree.flatten(state.params)
-    target = device_put_replicated(target, _mesh_and_axis(leaves[0])[0]) if leaves else target
+    target = put_on_all_devices(target, _mesh_and_axis(leaves[0])[0]) if leaves else target
     moved = [_jitted_merge(x.sharding, merge)(x, to) for x, to in zip(leaves, target, strict=True)]
     params, opt_state = jax.tree.unflatten(tree, moved), state.opt_state
     if moving_states(opt_state):

@@ -530,10 +530,10 @@ class Rounds:
                 )
             if gone is None:
                 self._clock.sleep(_POLL_SECONDS[1])
-            elif self._was_part_removed(gone, start_time):
+            elif self._is_cleaned_up(gone, start_time):
                 manifest = None  # the newest snapshot is after this round
 
-    def _was_part_removed(self, part: str, start_time: float) -> bool:
+    def _is_cleaned_up(self, part: str, start_time: float) -> bool:
         """Wait until a listed part is there, or will never be; return whether it was cleaned up."""
         number, longest = parse_round(part) or 0, _POLL_SECONDS[1]
         while True:

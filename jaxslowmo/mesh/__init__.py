@@ -57,17 +57,17 @@ from ._replicas import check_same_tree as check_same_tree
 from ._replicas import compare_descriptions as compare_descriptions
 from ._replicas import constrain_layout as constrain_layout
 from ._replicas import describe as describe
-from ._replicas import device_put_replicated as device_put_replicated
-from ._replicas import device_put_stacked as device_put_stacked
 from ._replicas import differences as differences
 from ._replicas import digest as digest
 from ._replicas import inner_layouts as inner_layouts
 from ._replicas import inner_specs as inner_specs
 from ._replicas import is_host_local as is_host_local
 from ._replicas import name_processes as name_processes
+from ._replicas import put_on_all_devices as put_on_all_devices
 from ._replicas import replicate as replicate
 from ._replicas import replicate_argument as replicate_argument
 from ._replicas import shard_like as shard_like
+from ._replicas import shard_replicas as shard_replicas
 
 # What users may use; the rest is for other packages.
 __all__ = [

@@ -76,7 +76,7 @@ def sum_over(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
     Communication: one all-reduce of `x`; none if the axis has size 1, or `x` no element.
     """
-    return _reduce_typed(lax.psum, x, axis_names(axis_name))
+    return _typed_reduction(lax.psum, x, axis_names(axis_name))
 
 
 def max_over(x: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -84,10 +84,10 @@ def max_over(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
     Communication: as of `sum_over`.
     """
-    return _reduce_typed(lax.pmax, x, axis_names(axis_name))
+    return _typed_reduction(lax.pmax, x, axis_names(axis_name))
 
 
-def _reduce_typed(join: Callable[..., Any], x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def _typed_reduction(join: Callable[..., Any], x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     typed = tuple(name for name in names if name in varying_axes(x))
     if axis_size(names) == 1 or x.size == 0:
         # It is equal already, and joining it with nothing else changes the type alone.

@@ -16,7 +16,7 @@ from .._support.types import AxisName, PyTree
 from ..tree import at_least_float32, in_model_form, leaf_names, of_form
 from ._axes import axis_size, broadcast_from_first, sum_over
 from ._meshes import AnyMesh, map_replicas, model_axes
-from ._replicas import check_replica_axis, device_put_stacked
+from ._replicas import check_replica_axis, shard_replicas
 
 Shares = Sequence[tuple[Any, PyTree | None]]
 """Pairs of weights (replicas,) and stacked parameters, or None for `params`; see `consensus`."""
@@ -76,7 +76,7 @@ def consensus(
     weights = None
     if len(pairs) > 1 or np.ndim(pairs[0][0]):
         weights = tuple(w if np.ndim(w) else np.full(replicas, w) for w, _ in pairs)
-    placed = device_put_stacked((weights, values), mesh, axis_name)
+    placed = shard_replicas((weights, values), mesh, axis_name)
     mean = _consensus_fn(mesh, axis_name, model_axes(placed, mesh, axis_name))(*placed)
     return in_model_form(mean) if whole else mean
 

@@ -16,7 +16,7 @@ from .._support.types import AxisName, PyTree, axis_names
 from ..tree import at_least_float32, leaf_names
 from ._axes import broadcast_from_first
 from ._meshes import AnyMesh, map_replicas, model_axes, placement
-from ._replicas import check_replica_axis, device_put_stacked
+from ._replicas import check_replica_axis, shard_replicas
 
 _SEEDS = (0x9E3779B9, 0x7F4A7C15)
 
@@ -192,7 +192,7 @@ def check_in_sync(
     names, leaves = leaf_names(params), jax.tree.leaves(params)
     if not leaves:
         return SyncReport(0, replicas, ())
-    placed = device_put_stacked(leaves, mesh, axis_name)
+    placed = shard_replicas(leaves, mesh, axis_name)
     automatic = model_axes(placed, mesh, axis_name)
     prints = jax.device_get(comparison_program(fingerprints, mesh, axis_name, automatic)(placed))
     differ = np.any(prints != prints[0], axis=-1)  # (devices, leaves)

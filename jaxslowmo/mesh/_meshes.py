@@ -384,8 +384,8 @@ def map_replicas(
 
     def per_device(*args: PyTree) -> PyTree:
         # A device's block of a stacked tree has a leading axis of size 1.
-        local_args = _reshape_stacked(lambda x: x.shape[1:], in_roles, args)
-        return _reshape_stacked(lambda x: (1, *x.shape), out_roles, fn(*local_args))
+        local_args = _reshape_replica_axis(lambda x: x.shape[1:], in_roles, args)
+        return _reshape_replica_axis(lambda x: (1, *x.shape), out_roles, fn(*local_args))
 
     in_specs, out_specs = jax.tree.map(
         lambda x: P(replicas, *x) if isinstance(x, P) else specs[x], (in_roles, out_roles)
@@ -445,7 +445,7 @@ def _reshard_to_type(x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, sharding) if any(sharding.spec) else x
 
 
-def _reshape_stacked(
+def _reshape_replica_axis(
     shape: Callable[[jax.Array], tuple[int, ...]], roles: Roles, tree: PyTree
 ) -> PyTree:
     """Reshape the stacked leaves of a tree with these roles to `shape(leaf)`."""

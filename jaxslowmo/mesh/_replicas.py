@@ -184,7 +184,7 @@ def _is_on(x: Any, mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
-def device_put_replicated(tree: PyTree, mesh: AnyMesh) -> PyTree:
+def put_on_all_devices(tree: PyTree, mesh: AnyMesh) -> PyTree:
     """Place leaves on `mesh`, whole on every device unless they are on it already."""
     where = placement(mesh, P())
     return jax.tree.map(lambda x: _device_put(x, where, _device_put_equal), tree)
@@ -311,7 +311,7 @@ def replicate_argument(name: str, params: PyTree, *, mesh: AnyMesh, axis_name: A
             'them: {"replica": 2, "fsdp": 4} in place of {"data": 8}.'
         )
     compare_trees(params, with_values=True, name=name)
-    placed = device_put_replicated(params, mesh)
+    placed = put_on_all_devices(params, mesh)
     automatic = model_axes(placed, mesh, axis_name)
     return _replicate_fn(mesh, axis_name, automatic)(placed)
 
@@ -328,7 +328,7 @@ def _has_replica_axis(leaves: list[Any], replicas: int, mesh: AnyMesh, axis_name
     return bool(leaves) and all(map(is_split, leaves))
 
 
-def device_put_stacked(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
+def shard_replicas(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
     """Place stacked leaves that are not on `mesh` yet, split over the replica axis."""
     where = placement(mesh, P(axis_names(axis_name)))
     return jax.tree.map(lambda x: _device_put(x, where), tree)

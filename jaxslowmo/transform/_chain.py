@@ -19,12 +19,12 @@ from ..mesh import (
     cached_program,
     check_replica_axis,
     check_same_tree,
-    device_put_stacked,
     inner_layouts,
     map_replicas,
     model_axes,
     replica_count,
     shard_like,
+    shard_replicas,
 )
 from ._gradients import GradientTransform, Joined, over_stages, spec_of
 from ._optax_states import moving_states
@@ -195,14 +195,14 @@ def init(
     check_replica_axis("init", stacked_params, mesh, axis_name)
     check_same_tree(stacked_params)
 
-    placed = device_put_stacked(stacked_params, mesh, axis_name)
+    placed = shard_replicas(stacked_params, mesh, axis_name)
     automatic = model_axes(placed, mesh, axis_name)
     over = (mesh, axis_name, automatic, inner_layouts(placed) if automatic else ())
     # `cached_program` refers to it weakly, and a bound method, as of optax.MultiSteps, is new.
     tx_init = tx.init
     made = cached_program(tx_init, over, lambda tx_init: _init_fn(tx_init, *over))(placed)
     # jax (0.10) leaves out arguments that a program does not use, and with them where they lie.
-    return device_put_stacked(made, mesh, axis_name)
+    return shard_replicas(made, mesh, axis_name)
 
 
 def _warn_of_copies(state: PyTree, followed: Counter[str]) -> None:
