@@ -111,7 +111,7 @@ class RunFolder:
 
     def delete_run_files(self) -> None:
         """Delete the files of an earlier run or comparison, and nothing else; the lock stays."""
-        # Checkpoints first: if the sweep is killed, files that show that there was a run remain.
+        # Checkpoints first: if this is killed, files that show that there was a run remain.
         for name, pattern in _IN_FOLDERS.items():
             _delete_matching(self / name, pattern)
         if is_export(self / "model"):

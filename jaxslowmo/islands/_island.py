@@ -222,7 +222,7 @@ class Island:
         return self._delay > 0 and bool(self._schedule(t + self._delay))
 
     def _start_exchange(self, state: "TrainState", values: list[np.ndarray]) -> None:
-        """Let a thread exchange this state; what was taken before and not used yet stays."""
+        """Let a thread exchange this state, unless an exchange is under way."""
         if self._rounds is not None and self._background is None:
             self._background = _BackgroundExchange(
                 values, self._make_exchange(self._rounds, state, values)
@@ -460,7 +460,7 @@ class _BackgroundExchange:
     def _run(self) -> None:
         try:
             self.outcome.set_result(self._exchange())
-        except BaseException as error:  # the island raises it when it lands
+        except BaseException as error:  # the island raises it when it waits
             self.outcome.set_exception(error)
 
 

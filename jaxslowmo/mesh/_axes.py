@@ -87,13 +87,13 @@ def max_over(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return _typed_reduction(lax.pmax, x, axis_names(axis_name))
 
 
-def _typed_reduction(join: Callable[..., Any], x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def _typed_reduction(reduce: Callable[..., Any], x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     typed = tuple(name for name in names if name in varying_axes(x))
     if axis_size(names) == 1 or x.size == 0:
-        # It is equal already, and joining it with nothing else changes the type alone.
-        return join(x, typed) if typed else x
+        # It is equal already, and reducing it with nothing else changes the type alone.
+        return reduce(x, typed) if typed else x
     # jax refuses a value that is typed as varying over some of the axes.
-    return join(vary_over(x, names) if typed else x, names)
+    return reduce(vary_over(x, names) if typed else x, names)
 
 
 def uniform(value: jax.Array, axes: Iterable[str]) -> jax.Array:
