@@ -92,14 +92,14 @@ class Island:
         codec: Codec | None,
         merge: float,
         weight: float | None,
-        settings: Run,
+        agreed: Run,
         say: Callable[[str], None],
     ) -> None:
         self.name, self._schedule, self._delay = rules.name, schedule, delay
         self.every = _DelayedEvery(**vars(schedule), delay=delay) if delay else schedule
         self._store, self._rules, self._optimizer = store, rules, optimizer
         self._codec, self._merge, self._weight = codec, merge, weight
-        self._settings, self._say = settings, say
+        self._settings, self._say = agreed, say
         self._rounds: Rounds | None = None
         self._background: _BackgroundExchange | None = None
         self._exchanges = 0
@@ -391,7 +391,7 @@ def join(
             check_settings(store.url, run, settings)
     return Island(
         store, rules, schedule=schedule, delay=delay, optimizer=optimizer, codec=codec, merge=merge,
-        weight=weight, settings=settings, say=say,
+        weight=weight, agreed=settings, say=say,
     )  # fmt: skip
 
 
