@@ -34,7 +34,7 @@ from machine import describe
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint import Checkpoints
-from jaxslowmo.cli._config import PRESETS, TrainConfig, replaced
+from jaxslowmo.cli._config import PRESETS, TrainConfig, replace_options
 from jaxslowmo.cli._setup import make_step
 from jaxslowmo.data import TextBatches, validation_batches
 from jaxslowmo.models import gpt_loss_fn, gpt_preset, init_gpt, num_parameters
@@ -189,7 +189,7 @@ def config_for(experiment: Experiment, algorithm: str) -> TrainConfig:
         "seed": SEED,
         **ALGORITHMS[algorithm],
     }
-    return replaced(TrainConfig(), values)
+    return replace_options(TrainConfig(), values)
 
 
 @dataclass(frozen=True)

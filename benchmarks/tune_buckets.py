@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxslowmo.cli._config import PRESETS, TrainConfig, replaced
+from jaxslowmo.cli._config import PRESETS, TrainConfig, replace_options
 from jaxslowmo.cli._figures import COLOURS, clean, new_figure, save_figure
 from jaxslowmo.cli._setup import Model, choose_devices, make_step
 from jaxslowmo.models import gpt_preset
@@ -28,7 +28,9 @@ def measured(
     devices = choose_devices(config)
     model = Model(config, devices.mesh)
     made = {
-        limit: make_step(replaced(config, {"bucket_mib": limit}), model.loss_fn, devices.mesh)
+        limit: make_step(
+            replace_options(config, {"bucket_mib": limit}), model.loss_fn, devices.mesh
+        )
         for limit in limits
     }
     # All steps use the same state, so that they can take turns.
@@ -86,7 +88,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("buckets.png"))
     asked = parser.parse_args()
     values = {"preset": asked.preset, "replicas": asked.replicas, "algorithm": "all_reduce"}
-    config = replaced(TrainConfig(), PRESETS[asked.preset] | values | {"execution": "devices"})
+    config = replace_options(
+        TrainConfig(), PRESETS[asked.preset] | values | {"execution": "devices"}
+    )
     limits = sorted({0.0, *map(float, asked.limits_mib.split(","))})
     seconds = measured(config, limits, asked.rounds, asked.steps)
     for limit, times in seconds.items():

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 
 import jaxslowmo as js
-from jaxslowmo.cli._config import PRESETS, TrainConfig, replaced
+from jaxslowmo.cli._config import PRESETS, TrainConfig, replace_options
 from jaxslowmo.cli._figures import COLOURS, clean, new_figure, save_figure
 from jaxslowmo.cli._setup import learning_rate_schedule
 from jaxslowmo.data import TextBatches, read_corpus, split_corpus, validation_batches
@@ -168,7 +168,7 @@ def main() -> None:
     asked = parser.parse_args()
     values = {x: getattr(asked, x) for x in ("preset", "replicas", "algorithm", "steps", "data")}
     values = {name: value for name, value in values.items() if value is not None}
-    config = replaced(TrainConfig(), PRESETS[asked.preset] | values)
+    config = replace_options(TrainConfig(), PRESETS[asked.preset] | values)
     momenta, rates, factors = (
         [float(x) for x in text.split(",")] for text in (asked.momenta, asked.rates, asked.factors)
     )

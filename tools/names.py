@@ -26,15 +26,19 @@ IRREGULAR = set(
 )
 VERBS = {"embed", "feed", "need", "seed"}
 KEPT: dict[str, str] = {
+    "jaxslowmo/checkpoint/_checkpoints.py:written": "public: a method of `js.Checkpoints`",
+    "jaxslowmo/cli/_config.py:data_seed": "a noun: the seed",
     "jaxslowmo/embedding/_bags.py:jagged": "public: the word of torchrec",
     "jaxslowmo/embedding/_embeddings.py:over": "public",
     "jaxslowmo/embedding/_embeddings.py:pooled": "public",
     "jaxslowmo/embedding/_embeddings.py:slots_needed": "public",
     "jaxslowmo/gradients/reducer/_skip_unused.py:skip_unused": "public: a verb and its object",
+    "jaxslowmo/islands/_store.py:put": "the object store's own word, beside get, delete and list",
     "jaxslowmo/pipeline/_make_pipeline.py:pipelined": "public",
     "jaxslowmo/pipeline/model/_stage_layout.py:counted": "public: the argument that takes it",
     "jaxslowmo/pipeline/partition/_partition.py:partition_balanced": "public: ColossalAI's name",
     "jaxslowmo/pipeline/schedules/_interleaved.py:interleaved": "public: Megatron's word",
+    "jaxslowmo/topology/_mixing.py:self_weighted": "public: a mixing",
     "jaxslowmo/train/step/_states.py:is_deleted": "the name of jax's own method",
 }
 """The names that stay, as FILE:NAME, and why."""

@@ -81,12 +81,12 @@ def checks_flags(owner: str) -> Callable[[Callable[_Args, _Result]], Callable[_A
     be True, and 1 would not be `is True`. `owner` is the function's public name, for messages.
     """
 
-    def decorated(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    def decorate(function: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
         arguments = inspect.signature(function).parameters.values()
         flags = {x.name: x.annotation for x in arguments if x.annotation in (bool, bool | None)}
 
         @functools.wraps(function)
-        def checked(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
             for name in [name for name in flags if name in kwargs]:
                 value, takes_none = kwargs[name], flags[name] is not bool
                 if isinstance(value, np.bool_):
@@ -96,9 +96,9 @@ def checks_flags(owner: str) -> Callable[[Callable[_Args, _Result]], Callable[_A
                     raise ArgumentError(name, f"{owner}: `{name}` must be {rule}, got {value!r}.")
             return function(*args, **kwargs)
 
-        return checked
+        return wrapper
 
-    return decorated
+    return decorate
 
 
 def check_choice(argument: str, value: Any, kind: Any, owner: str = "") -> None:

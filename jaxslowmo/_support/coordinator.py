@@ -21,7 +21,7 @@ class NoNoteError(RuntimeError):
     """The error that a note did not arrive in time."""
 
 
-def tell(key: str, text: str) -> bool:
+def write_note(key: str, text: str) -> bool:
     """Leave a note for all processes, unless there is one under that key already.
 
     Args:
@@ -42,7 +42,7 @@ def tell(key: str, text: str) -> bool:
     return True
 
 
-def told(key: str) -> str | None:
+def read_note(key: str) -> str | None:
     """Return the note under a key, or None if there is none yet.
 
     Communication: one message to the coordinator and its answer.
@@ -55,7 +55,7 @@ def told(key: str) -> str | None:
         return None
 
 
-def wait_for(key: str, seconds: float, process: int | None = None) -> str:
+def wait_for_note(key: str, seconds: float, process: int | None = None) -> str:
     """Wait for the note under a key, and return it.
 
     Args:
@@ -98,14 +98,14 @@ def gather_notes(key: str, text: str, processes: Sequence[int], seconds: float) 
     """
     first, index = processes[0], jax.process_index()
     if index != first:
-        tell(f"{key}/{index}", text)
-        return json.loads(wait_for(f"{key}/all", seconds, first))
-    notes = [text if i == index else wait_for(f"{key}/{i}", seconds, i) for i in processes]
-    tell(f"{key}/all", json.dumps(notes))
+        write_note(f"{key}/{index}", text)
+        return json.loads(wait_for_note(f"{key}/all", seconds, first))
+    notes = [text if i == index else wait_for_note(f"{key}/{i}", seconds, i) for i in processes]
+    write_note(f"{key}/all", json.dumps(notes))
     return notes
 
 
-def forget(key: str) -> None:
+def delete_notes(key: str) -> None:
     """Remove the note under a key, and all notes under keys that start with it.
 
     Communication: one message to the coordinator.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 # Errors that may pass in a minute: a full disk, or a file server that does not answer.
-PASSING = frozenset({errno.EIO, errno.ENOSPC, errno.ESTALE, errno.ETIMEDOUT})
+TRANSIENT_ERRORS = frozenset({errno.EIO, errno.ENOSPC, errno.ESTALE, errno.ETIMEDOUT})
 # tensorstore raises errors without an `errno`, and writes the number into the text.
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
@@ -34,7 +34,7 @@ _BEFORE, _AFTER = ".writing-", "-"
 
 
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path to write to; its file atomically replaces `path` at the end.
 
     It is in the same folder and has the same suffix as `path`. After an error it is removed, and
@@ -58,13 +58,13 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def write_anew(path: str | os.PathLike[str], text: str) -> None:
+def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     """Write `text` as a whole file in UTF-8; after an error the file is unchanged."""
-    with replacing(path) as temporary:
+    with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
-def is_unfinished(path: Path) -> bool:
+def is_temporary_file(path: Path) -> bool:
     """Return whether a file was left behind by a writer that was killed."""
     return path.name.startswith(_BEFORE)
 

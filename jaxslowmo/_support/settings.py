@@ -29,7 +29,7 @@ def records_settings(factory: Callable[_Args, _Made]) -> Callable[_Args, _Made]:
     checked = checks_flags(factory.__name__)(factory)
 
     @functools.wraps(factory)
-    def recorded(*args: _Args.args, **kwargs: _Args.kwargs) -> _Made:
+    def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Made:
         made = checked(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -37,7 +37,7 @@ def records_settings(factory: Callable[_Args, _Made]) -> Callable[_Args, _Made]:
         transform.settings = Settings(factory.__name__, bound.arguments)
         return made
 
-    return recorded
+    return wrapper
 
 
 def settings_of(made: Any) -> Settings | None:

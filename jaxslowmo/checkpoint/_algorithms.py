@@ -16,11 +16,11 @@ _NUM_LISTED = 5
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def in_form_of(
+def convert_exchange_state(
     wanted: Mapping[str, LeafRecord],
     saved: Mapping[str, Any],
     params: Shapes,
-    fresh: Callable[[], Mapping[str, Any]],
+    init_arrays: Callable[[], Mapping[str, Any]],
     *,
     keeps_flight: bool,
 ) -> tuple[dict[str, Any], list[str]]:
@@ -30,42 +30,42 @@ def in_form_of(
       wanted: its leaves by name.
       saved: the arrays of a checkpoint by name, stacked for the replicas that it has.
       params: the shapes of the parameters by name.
-      fresh: function that returns the first arrays of all leaves, for the saved parameters.
+      init_arrays: function that returns the first arrays of all leaves, for the saved parameters.
       keeps_flight: whether what is in flight can arrive: nothing but the replicas has changed.
     """
-    held, notes = dict(saved), []
+    remaining, notes = dict(saved), []
     drops_flight = not keeps_flight and any(map(FLIGHT.match, saved))
     if drops_flight:
-        held = {name: x for name, x in saved.items() if not FLIGHT.match(name)}
+        remaining = {name: x for name, x in saved.items() if not FLIGHT.match(name)}
         notes.append("What was in flight is dropped.")
-    before, shapes = held.keys(), {name: leaf.own_shape for name, leaf in wanted.items()}
-    held = _in_fragments(shapes, held, params)
-    if held.keys() != before:
+    before, shapes = remaining.keys(), {name: leaf.own_shape for name, leaf in wanted.items()}
+    remaining = _regroup_fragments(shapes, remaining, params)
+    if remaining.keys() != before:
         notes.append(
             "The state of the outer optimizer goes on in other fragments; counts are the largest."
         )
-    found, begun = {}, []
+    found, fresh_names = {}, []
     for name, leaf in wanted.items():
-        x = held.get(name)
+        x = remaining.get(name)
         if x is not None and (_own_shape(name, x), x.dtype) == (leaf.own_shape, leaf.dtype):
-            found[name] = held.pop(name)
+            found[name] = remaining.pop(name)
         else:
-            begun.append(name)
-    first = fresh() if begun else {}
-    for name in begun:
-        found[name] = x = first[name]
+            fresh_names.append(name)
+    initial = init_arrays() if fresh_names else {}
+    for name in fresh_names:
+        found[name] = x = initial[name]
         if (
             "/sent/reference" in name
-            and (anchor := found.get(_anchor_of(name, wanted))) is not None
+            and (anchor := found.get(_anchor_name(name, wanted))) is not None
         ):
             # Replicas measure from the anchor, so that the way since the last slow step counts.
             found[name] = np.broadcast_to(anchor, x.shape).astype(x.dtype)
-    lost = [name for name in held if "/sent/residual" in name]
+    lost = [name for name in remaining if "/sent/residual" in name]
     if lost and not any("/sent/residual" in name for name in wanted):
         notes.append("What the codec had not sent is dropped.")
-    dropped = [name for name in held if name not in lost]
-    begun = [name for name in begun if not (drops_flight and FLIGHT.match(name))]
-    for names, text in ((dropped, "is dropped"), (begun, "begins anew")):
+    dropped = [name for name in remaining if name not in lost]
+    fresh_names = [name for name in fresh_names if not (drops_flight and FLIGHT.match(name))]
+    for names, text in ((dropped, "is dropped"), (fresh_names, "begins anew")):
         trees = [*dict.fromkeys(_tree_and_param(name, params)[0] for name in names)]
         if trees:
             more = f", and {len(trees) - _NUM_LISTED} more" if len(trees) > _NUM_LISTED else ""
@@ -76,7 +76,7 @@ def in_form_of(
     return found, notes
 
 
-def _in_fragments(wanted: Shapes, saved: dict[str, Any], params: Shapes) -> dict[str, Any]:
+def _regroup_fragments(wanted: Shapes, saved: dict[str, Any], params: Shapes) -> dict[str, Any]:
     """Return saved arrays, states of outer optimizers by the names of other fragments.
 
     Trees like the parameters, such as momentum, have one order whatever the fragments are. Of other
@@ -90,7 +90,9 @@ def _in_fragments(wanted: Shapes, saved: dict[str, Any], params: Shapes) -> dict
         is_part = re.compile(rf"{prefix}/(moments/\d+|rest/\d+/\d+$)").match
         if old.keys() == new.keys() or not any(map(is_part, [*old, *new])):
             continue
-        (trees, rest), (new_trees, new_rest) = (_parts(x, prefix, params) for x in (old, new))
+        (trees, rest), (new_trees, new_rest) = (
+            _group_by_tree(x, prefix, params) for x in (old, new)
+        )
         if [*map(list, trees)] != [*map(list, new_trees)] or len(rest) != len(new_rest):
             continue  # another optimizer
         found = {name: x for name, x in saved.items() if name not in old}
@@ -103,7 +105,7 @@ def _in_fragments(wanted: Shapes, saved: dict[str, Any], params: Shapes) -> dict
     return saved
 
 
-def _parts(
+def _group_by_tree(
     shapes: Shapes, prefix: str, params: Shapes
 ) -> tuple[Sequence[dict[str, str]], Sequence[list[str]]]:
     """Return the names in each tree like the parameters, and those of each other leaf.
@@ -134,7 +136,7 @@ def _own_shape(name: str, x: Any) -> tuple[int, ...]:
     return x.shape if name.startswith(SHARED) else x.shape[1:]
 
 
-def _anchor_of(reference: str, names: Mapping[str, Any]) -> str:
+def _anchor_name(reference: str, names: Mapping[str, Any]) -> str:
     """Return the name of the anchor whose algorithm has this reference."""
     before, _, leaf = reference.partition("sent/reference")
     levels = before.count("base/")

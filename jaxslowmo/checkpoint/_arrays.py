@@ -24,7 +24,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
-def handler(*kinds: tuple[type, Any]) -> ocp.PyTreeCheckpointHandler:
+def make_handler(*kinds: tuple[type, Any]) -> ocp.PyTreeCheckpointHandler:
     """Return orbax's handler of trees, without its store of array metadata.
 
     With that store, a process would wait ten minutes for process 0's folder.
@@ -92,40 +92,40 @@ def read_arrays(path: epath.Path, structs: dict[str, jax.ShapeDtypeStruct]) -> l
     args = ocp.args.PyTreeRestore(full, restore_args={key: how(x) for key, x in full.items()})
     reads = _Arrays(), _NumpyArrays()
     try:
-        found = handler((jax.Array, reads[0]), (np.ndarray, reads[1])).restore(path, args=args)
+        found = make_handler((jax.Array, reads[0]), (np.ndarray, reads[1])).restore(path, args=args)
         if failed := [one.failure for one in reads if one.failure]:
             raise failed[0]
     except Exception as error:  # tensorstore raises many kinds
         raise UnreadableError(f"{path.parent} is damaged: {first_line(error)}.") from error
     none = {key: x for key, x in structs.items() if not x.size}
-    empty = {key: placed(np.zeros(x.shape, x.dtype), x.sharding) for key, x in none.items()}
+    empty = {key: place_array(np.zeros(x.shape, x.dtype), x.sharding) for key, x in none.items()}
     arrays = found | empty
     return [arrays[key] for key in structs]
 
 
-def placed(x: Any, sharding: jax.sharding.Sharding | None) -> Any:
+def place_array(x: Any, sharding: jax.sharding.Sharding | None) -> Any:
     """Return an array of the host with this sharding; itself for None."""
     return x if sharding is None else array_from_host(x.shape, sharding, lambda index: x[index])
 
 
 @jax.jit
-def _prints(arrays: list[jax.Array]) -> jax.Array:
+def _jitted_fingerprints(arrays: list[jax.Array]) -> jax.Array:
     return jnp.stack([fingerprint(x) for x in arrays])
 
 
-def prints_of(arrays: Sequence[Any]) -> list[list[int]]:
+def fingerprints(arrays: Sequence[Any]) -> list[list[int]]:
     """Return a fingerprint, two numbers of 32 bits, for each array; it does not depend on layouts.
 
     Communication: one all-reduce of 8 bytes per array over all devices that it is split over.
     """
-    return jax.device_get(_prints(list(arrays)).addressable_data(0)).tolist()
+    return jax.device_get(_jitted_fingerprints(list(arrays)).addressable_data(0)).tolist()
 
 
 _CHUNK = 1 << 20  # elements that are hashed at once, which bounds the additional memory
 
 
-def host_print(x: np.ndarray) -> list[int]:
-    """Return the fingerprint of an array on the host, equal to that of `prints_of`."""
+def host_fingerprint(x: np.ndarray) -> list[int]:
+    """Return the fingerprint of an array on the host, equal to that of `fingerprints`."""
     flat, total = x.reshape(-1), np.zeros(2, np.uint32)
     for start in range(0, flat.size, _CHUNK):
         total += fingerprint(flat[start : start + _CHUNK], np, start)

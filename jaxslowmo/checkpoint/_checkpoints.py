@@ -19,13 +19,13 @@ from ._folder import (
     UnreadableError,
     quiet_orbax,
     remove,
-    remove_unfinished,
-    renamed,
-    resolved,
+    remove_partial_writes,
+    rename_unique,
+    resolve_path,
 )
 from ._notes import Notes
-from ._record import as_stored, checked_json, read_record, record_of
-from ._restore import Restored, Template, read
+from ._record import checked_json, make_record, read_record, storable_leaves
+from ._restore import Restored, Template, read_checkpoint
 from ._writing import FolderWrite
 
 
@@ -72,7 +72,7 @@ class Checkpoints:
         if not patience > 0:
             raise ValueError(f"Checkpoints: `patience` must be > 0 seconds, got {patience!r}.")
         quiet_orbax()
-        self._folder = resolved(folder)
+        self._folder = resolve_path(folder)
         self._keep_best, self._asynchronous, self._notes = keep_best, asynchronous, Notes(patience)
         self._writing: FolderWrite | None = None
         self._unreadable: set[int] = set()
@@ -144,19 +144,19 @@ class Checkpoints:
         about = {
             "step": step,
             "extra": checked_json("Checkpoints.save", extra),
-            "metrics": self._numbers(metrics),
+            "metrics": self._check_metrics(metrics),
         }
         self.wait()
-        stored = _safe_copies(as_stored(state))
-        record = record_of(state, embeddings).with_arrays(stored, **about)
+        stored = _safe_copies(storable_leaves(state))
+        record = make_record(state, embeddings).with_arrays(stored, **about)
         self._writing = FolderWrite(
             self._folder / str(step),
             # Arrays of size 0 are not written: the record has their shapes.
             {leaf.key: x for leaf, x in zip(record.leaves, stored, strict=True) if x.size},
             record.to_json(),
             self._notes,
-            before=lambda: self._make_way(step),
-            after=self._remove_old,
+            on_start=lambda: self._prepare_folder(step),
+            on_complete=self._remove_old,
         )
         self._unreadable.clear()
         if wait or not self._asynchronous:
@@ -197,7 +197,7 @@ class Checkpoints:
     def written(self) -> int:
         """Return how many bytes of the save in progress are in its folder; 0 without a save."""
         writing = self._writing  # read once: another thread may call this just when the save ends
-        return 0 if writing is None else writing.written()
+        return 0 if writing is None else writing.bytes_written()
 
     def wait(self) -> None:
         """Wait until the last save is complete.
@@ -273,7 +273,7 @@ class Checkpoints:
         """
         self.wait()
         steps = self._notes.gather(self.steps())[0]
-        step = self._chosen(steps, step)
+        step = self._resolve_step(steps, step)
         if not isinstance(train_step, TrainStep | ExchangingStep):
             raise ValueError(
                 "Checkpoints.restore: `train_step` must be made by `js.make_train_step` or "
@@ -284,12 +284,12 @@ class Checkpoints:
                 "Checkpoints.restore: `model_state` is part of the library's state in a step of "
                 f"`js.with_exchange`, and must be None, got {type(model_state).__name__}."
             )
-        template = Template.of(train_step, params, seed, names, model_state=model_state)
+        template = Template.from_step(train_step, params, seed, names, model_state=model_state)
         while True:
             try:
                 return self._read(step, template)
             except UnreadableError as error:
-                older = _older(error, step, steps, fallback)
+                older = _older_step(error, step, steps, fallback)
                 self._unreadable.add(step)
                 warn_user(f"{error} Using the checkpoint of step {older} instead.")
                 step = older
@@ -311,18 +311,18 @@ class Checkpoints:
         Communication: none; each process reads independently.
         """
         steps = self.steps()
-        step = self._chosen(steps, step)
+        step = self._resolve_step(steps, step)
         while True:
             try:
                 return read_record(self._folder / str(step)).extra
             except UnreadableError as error:
-                step = _older(error, step, steps, fallback)
+                step = _older_step(error, step, steps, fallback)
 
     def _read(self, step: int, template: Template) -> Restored:
         """Read the state of a checkpoint; a failure on one process is raised on all."""
         finish, error, note = None, None, None
         try:
-            finish = read(self._folder / str(step), template)
+            finish = read_checkpoint(self._folder / str(step), template)
         except Exception as caught:  # any kind: the other processes must learn of it
             error = caught
             note = [isinstance(caught, UnreadableError), str(caught)[:2000], io_errno(caught)]
@@ -335,7 +335,7 @@ class Checkpoints:
             raise error
         raise (UnreadableError if is_unreadable else CheckpointError)(text, number) from error
 
-    def _chosen(self, steps: Sequence[int], step: int | None) -> int:
+    def _resolve_step(self, steps: Sequence[int], step: int | None) -> int:
         """Return `step`, of which there is a checkpoint; None: the newest."""
         step = None if step is None else checked_int("Checkpoints: `step`, if not None,", step, 0)
         if not steps:
@@ -350,14 +350,14 @@ class Checkpoints:
             )
         return steps[-1] if step is None else step
 
-    def _make_way(self, step: int) -> None:
+    def _prepare_folder(self, step: int) -> None:
         """Prepare the folder for a save; process 0 calls it."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        remove_unfinished(self._folder)
+        remove_partial_writes(self._folder)
         # Checkpoints of later steps would count as the newest, and a resumed run would use them.
         for other in self.steps():
             if other > step or other in self._unreadable:
-                renamed(self._folder / str(other), "set-aside")
+                rename_unique(self._folder / str(other), "set-aside")
 
     def _remove_old(self) -> None:
         """Remove old checkpoints after a save; process 0 calls it."""
@@ -366,7 +366,7 @@ class Checkpoints:
             if step != best:
                 remove(self._folder / str(step))
 
-    def _numbers(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    def _check_metrics(self, metrics: Mapping[str, Any] | None) -> dict[str, float]:
         numbers = {}
         for name, value in (metrics or {}).items():
             try:
@@ -383,7 +383,7 @@ class Checkpoints:
         return numbers
 
 
-def _older(error: UnreadableError, step: int, steps: Sequence[int], fallback: bool) -> int:
+def _older_step(error: UnreadableError, step: int, steps: Sequence[int], fallback: bool) -> int:
     """Return the step of the checkpoint before one that cannot be read.
 
     Raises:

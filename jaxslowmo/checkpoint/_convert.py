@@ -11,22 +11,29 @@ import numpy as np
 
 from .._support.types import PyTree
 from ..gradients.precision import DynamicLossScaleState
-from ..mesh import Shares, numbered_key
+from ..mesh import Shares, fold_in_number
 from ..train import ExchangingStep, TrainState, TrainStep
 from ..transform import Algorithm, ParameterTransform, is_state_of, shifted_copies
 from ..tree import in_model_form, matching_suffix
-from ._algorithms import FLIGHT, in_form_of
-from ._arrays import host_print
+from ._algorithms import FLIGHT, convert_exchange_state
+from ._arrays import host_fingerprint
 from ._folder import CheckpointError, epath
-from ._record import SHARED, LeafRecord, Record, is_key, named, record_of
-from ._stages import moved_note, names_inside, of_params, parts_of, read_part, restaged
+from ._record import SHARED, LeafRecord, Record, is_key, leaves_by_name, make_record
+from ._stages import (
+    moved_note,
+    names_in_buffers,
+    param_packings,
+    read_stored_leaf,
+    stored_leaves,
+    to_stage_buffers,
+)
 
 NUM_LISTED = 5  # differences in a message
 _EXCHANGE = "exchange/local", SHARED.rstrip("/")  # begin the names of leaves of the algorithm
 _OPTIMIZERS = "opt_state/", "exchange/gradients/"
 
 
-def converted(
+def convert_state(
     path: epath.Path,
     record: Record,
     now: Record,
@@ -59,58 +66,64 @@ def converted(
     of_library = isinstance(step, ExchangingStep)
     view: Callable[[Any], TrainState] = step.as_train_state if of_library else lambda state: state
     form, parts = in_model_form(structs), view(structs)
-    wanted = {leaf.name: leaf for leaf in record_of(form).leaves}
+    wanted = {leaf.name: leaf for leaf in make_record(form).leaves}
     name_of = {id(x): name for name, x in zip(wanted, jax.tree.leaves(form), strict=True)}
     parameters = jax.tree.map(lambda x: name_of[id(x)], view(form).params)
-    before = _renamed(record, wanted, names)
+    before = _leaves_by_new_name(record, wanted, names)
     _check_leaves(path, before, wanted)
     moves = record.layout != now.layout
     layouts = [x for x in (record.layout, now.layout) if x] if moves else []
-    inside = [names_inside(layout) for layout in layouts]
+    inside = [names_in_buffers(layout) for layout in layouts]
     if moves:
-        _check_movable(path, layouts, inside, before.values(), _free(parts))
+        _check_movable(path, layouts, inside, before.values(), _stage_independent_leaves(parts))
     arrays = record.read(path, [None] * len(record.leaves))
-    record.check_prints(path, [host_print(x) for x in arrays])
-    stored = {x.name: x for x in parts_of(record.layout, [leaf.name for leaf in record.leaves])}
-    values = {name: read_part(stored[leaf.name], arrays) for name, leaf in before.items()}
-    params = restaged(parts.params, jax.tree.map(values.__getitem__, parameters))
+    record.check_fingerprints(path, [host_fingerprint(x) for x in arrays])
+    stored = {
+        x.name: x for x in stored_leaves(record.layout, [leaf.name for leaf in record.leaves])
+    }
+    values = {name: read_stored_leaf(stored[leaf.name], arrays) for name, leaf in before.items()}
+    params = to_stage_buffers(parts.params, jax.tree.map(values.__getitem__, parameters))
     algorithm = None
     if step.sync is not None:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts.params)
         algorithm = step.sync.bound(step.mesh.shape, one).algorithm
-    exchange, notes = in_form_of(
-        _exchange_of(wanted),
-        _exchange_of(values),
-        {own: wanted[name].own_shape for own, name in named(parameters).items()},
-        lambda: _first_exchange(algorithm, params, parts, record.replicas),
-        keeps_flight=record.empty == now.empty and _is_alike(before, wanted, inside),
+    exchange, notes = convert_exchange_state(
+        _exchange_leaves(wanted),
+        _exchange_leaves(values),
+        {own: wanted[name].own_shape for own, name in leaves_by_name(parameters).items()},
+        lambda: _init_exchange(algorithm, params, parts, record.replicas),
+        keeps_flight=record.empty == now.empty and _has_same_exchange(before, wanted, inside),
     )
     values |= exchange
-    state = restaged(structs, jax.tree.structure(form).unflatten(values[name] for name in wanted))
+    state = to_stage_buffers(
+        structs, jax.tree.structure(form).unflatten(values[name] for name in wanted)
+    )
     if record.replicas != now.replicas:
-        moved, others = resized(view(state), parts, step.sync, algorithm, record.step, seed)
-        state = step.from_train_state(moved) if of_library else moved
-        notes = [*others, *_kept(before.keys() & wanted.keys()), *notes]
+        result, others = resize_replicas(
+            view(state), parts, step.sync, algorithm, record.step, seed
+        )
+        state = step.from_train_state(result) if of_library else result
+        notes = [*others, *_exchange_notes(before.keys() & wanted.keys()), *notes]
     is_exact = record.replicas == now.replicas and not notes
     notes = [moved_note(record.layout, now.layout), *notes] if moves else notes
     return jax.tree.leaves(state), is_exact, notes
 
 
-def _exchange_of(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def _exchange_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in leaves.items() if name.startswith(_EXCHANGE)}
 
 
-def _renamed(
+def _leaves_by_new_name(
     record: Record, wanted: Mapping[str, LeafRecord], names: Mapping[str, str]
 ) -> dict[str, LeafRecord]:
     """Return the leaves of a checkpoint by the names that this run has for them."""
-    saved = {leaf.name: leaf for leaf in record.whole().leaves}
+    saved = {leaf.name: leaf for leaf in record.without_stages().leaves}
     sources = {name: name for name in wanted}
     for name in wanted.keys() - saved.keys():
         if param := matching_suffix(name, names):
             sources[name] = f"{name.removesuffix(param)}{names[param]}"
     found = {name: saved[other] for name, other in sources.items() if other in saved}
-    copies = {n for _, packing in of_params(record.layout) for n in packing["copies"]}
+    copies = {n for _, packing in param_packings(record.layout) for n in packing["copies"]}
     # A tied parameter has one name in one form of a model, and two in another.
     dropped = {name for name in saved if names and matching_suffix(name, copies)}
     dropped |= {leaf.name for leaf in found.values()}
@@ -124,7 +137,7 @@ def _check_leaves(
     wrong = []
     for name in dict.fromkeys([*wanted, *saved]):
         fresh, then = wanted.get(name), saved.get(name)
-        then = as_wide(then, fresh) if then and fresh else then
+        then = widen_dtype(then, fresh) if then and fresh else then
         texts = ["missing" if x is None else x.text() for x in (then, fresh)]
         if texts[0] != texts[1] and not name.startswith(_EXCHANGE):
             wrong.append(f"{name} is {texts[0]} in the checkpoint and {texts[1]} in this run")
@@ -137,7 +150,7 @@ def _check_leaves(
         )
 
 
-def as_wide(leaf: LeafRecord, now: LeafRecord) -> LeafRecord:
+def widen_dtype(leaf: LeafRecord, now: LeafRecord) -> LeafRecord:
     """Return a saved leaf with the dtype of a fresh one if that may widen.
 
     The first update may widen the state of an optimizer:
@@ -150,7 +163,7 @@ def as_wide(leaf: LeafRecord, now: LeafRecord) -> LeafRecord:
     return leaf._replace(dtype=now.dtype) if is_wider else leaf
 
 
-def _free(structs: TrainState) -> set[str]:
+def _stage_independent_leaves(structs: TrainState) -> set[str]:
     """Return the names of leaves of optax transforms outside of trees of stages.
 
     They are equal on all stages, because of `over_stages`. States of transforms that exchange are
@@ -163,7 +176,7 @@ def _free(structs: TrainState) -> set[str]:
     others = jax.tree.map(
         lambda x: None if exchanges(x) else x, structs.opt_state, is_leaf=exchanges
     )
-    return set(named({"opt_state": others}))
+    return set(leaves_by_name({"opt_state": others}))
 
 
 def _check_movable(
@@ -182,7 +195,7 @@ def _check_movable(
       leaves: the leaves of the checkpoint in the model's tree.
       free: names of leaves that depend on no stage.
     """
-    copies = [{n for _, packing in of_params(x) for n in packing["copies"]} for x in layouts]
+    copies = [{n for _, packing in param_packings(x) for n in packing["copies"]} for x in layouts]
     if copies[0] != copies[-1]:
         raise CheckpointError(
             f"{path} has other tied parameters than this run: {sorted(copies[0] ^ copies[-1])} are "
@@ -203,7 +216,7 @@ def _check_movable(
         )
 
 
-def _is_alike(
+def _has_same_exchange(
     saved: Mapping[str, LeafRecord],
     wanted: Mapping[str, LeafRecord],
     inside: Sequence[Mapping[str, bool]],
@@ -222,20 +235,20 @@ def _is_alike(
     return forms[0] == forms[1] and not is_moved
 
 
-def _first_exchange(
+def _init_exchange(
     algorithm: Algorithm | None, params: PyTree, structs: TrainState, replicas: int
 ) -> dict[str, Any]:
     """Return the first arrays of exchanges of saved parameters by name, in the model's trees."""
     assert algorithm is not None, "without one there are no leaves"
     with jax.transfer_guard("allow"):
         one = jax.tree.map(lambda x: jnp.asarray(replica_average(x)), params)
-        local = jax.tree.map(lambda x: stacked(x, replicas), algorithm.local(one))
+        local = jax.tree.map(lambda x: broadcast_to_replicas(x, replicas), algorithm.local(one))
         shared = jax.tree.map(np.asarray, algorithm.shared(one))
     exchange = structs.exchange._replace(local=local, shared=shared, gradients=())
-    return named({"exchange": in_model_form(exchange)})
+    return leaves_by_name({"exchange": in_model_form(exchange)})
 
 
-def _kept(names: Collection[str]) -> list[str]:
+def _exchange_notes(names: Collection[str]) -> list[str]:
     """Return sentences that say what became of leaves of exchanges on other replicas."""
     notes = []
     if any(re.match(rf"{SHARED}(base/)*anchor", name) for name in names):
@@ -255,7 +268,7 @@ def _kept(names: Collection[str]) -> list[str]:
     return notes
 
 
-def stacked(one: Any, replicas: int) -> Any:
+def broadcast_to_replicas(one: Any, replicas: int) -> Any:
     """Return a view that stacks the same array for every replica."""
     # A copy would multiply the memory of a large model, and each replica's part is read only once.
     one = np.asarray(one)
@@ -271,7 +284,7 @@ def replica_average(x: np.ndarray) -> np.ndarray:
     return np.mean(x.astype(np.float64), axis=0).astype(x.dtype)
 
 
-def resized(
+def resize_replicas(
     state: TrainState,
     structs: TrainState,
     sync: ParameterTransform | None,
@@ -294,43 +307,45 @@ def resized(
     """
     old, new = len(state.step), len(structs.step)
     shares: Shares = [(1.0, None)] if sync is None else sync.shares(state.exchange)  # pyright: ignore
-    params = jax.tree.map(lambda x: stacked(x, new), consensus(state.params, shares, old))
+    params = jax.tree.map(
+        lambda x: broadcast_to_replicas(x, new), consensus(state.params, shares, old)
+    )
 
-    def move(tree: PyTree) -> PyTree:
-        return jax.tree.map(move_one, tree, is_leaf=_is_scale)
+    def resize(tree: PyTree) -> PyTree:
+        return jax.tree.map(resize_leaf, tree, is_leaf=_is_scale)
 
-    def move_one(x: Any) -> Any:
+    def resize_leaf(x: Any) -> Any:
         if not _is_scale(x):
-            return stacked(replica_average(x), new)
+            return broadcast_to_replicas(replica_average(x), new)
         # Take the smallest scale: a mean would be no power of two, and too large for that replica.
         # Of several replicas with that scale, take the one that is furthest from its next growth.
         replica = np.lexsort((x.growth_count, x.loss_scale))[0]
-        values = [stacked(leaf[replica], new) for leaf in x[:-1]]
-        return DynamicLossScaleState._make([*values, move(x.inner)])
+        values = [broadcast_to_replicas(leaf[replica], new) for leaf in x[:-1]]
+        return DynamicLossScaleState._make([*values, resize(x.inner)])
 
-    def own_keys(x: Any, struct: Any, moved: Any) -> Any:
-        return _numbered_keys(x[0], struct, new) if is_key(struct) else moved
+    def renew_keys(x: Any, struct: Any, average: Any) -> Any:
+        return _numbered_keys(x[0], struct, new) if is_key(struct) else average
 
     exchange = state.exchange
-    local = move(exchange.local)
+    local = resize(exchange.local)
     if algorithm is not None:
         with jax.transfer_guard("allow"):  # `reset` makes zeros and ones
             local = jax.tree.map(np.asarray, algorithm.reset(local))
     # Copies of parameters in an optimizer get their unweighted mean. If the consensus is weighted,
     # they are shifted by the difference of the parameters' consensus and their unweighted mean.
-    shift = jax.tree.map(lambda a, b: a - b, params, move(state.params))
+    shift = jax.tree.map(lambda a, b: a - b, params, resize(state.params))
     held = exchange.gradients, state.opt_state, state.model_state
-    gradients, opt_state, model_state = shifted_copies(move(held), shift)
-    moved = TrainState(
-        step=move(state.step),
+    gradients, opt_state, model_state = shifted_copies(resize(held), shift)
+    result = TrainState(
+        step=resize(state.step),
         params=params,
         opt_state=opt_state,
-        model_state=jax.tree.map(own_keys, state.model_state, structs.model_state, model_state),
-        rng=_keys(step, seed, new),
+        model_state=jax.tree.map(renew_keys, state.model_state, structs.model_state, model_state),
+        rng=_new_keys(step, seed, new),
         exchange=exchange._replace(local=local, gradients=gradients),
     )
     has_keys = any(map(is_key, jax.tree.leaves(structs.model_state))) or len(structs.rng) > 0
-    return moved, _notes(state, shares, new, has_keys=has_keys)
+    return result, _resize_notes(state, shares, new, has_keys=has_keys)
 
 
 def consensus(params: PyTree, shares: Shares, replicas: int) -> PyTree:
@@ -352,27 +367,27 @@ def _is_scale(x: Any) -> bool:
     return isinstance(x, DynamicLossScaleState)
 
 
-def _keys(step: int, seed: int, new: int) -> Any:
+def _new_keys(step: int, seed: int, new: int) -> Any:
     """Return the data of a new key for each replica, which differs from the key of a new run."""
 
-    def of_replica(replica: jax.Array) -> jax.Array:
+    def replica_key(replica: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), replica)
         return jax.random.key_data(jax.random.fold_in(key, step))
 
     with jax.transfer_guard("allow"):  # of a few numbers
-        return np.asarray(jax.vmap(of_replica)(jnp.arange(new)))
+        return np.asarray(jax.vmap(replica_key)(jnp.arange(new)))
 
 
 def _numbered_keys(data: Any, struct: Any, new: int) -> Any:
     """Return the data of each replica's keys of the model, derived from replica 0's as at init."""
     with jax.transfer_guard("allow"):  # of a few numbers
         keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(jnp.empty((), struct.dtype)))
-        numbered = jax.vmap(lambda replica: numbered_key(keys, replica))(jnp.arange(new))
+        numbered = jax.vmap(lambda replica: fold_in_number(keys, replica))(jnp.arange(new))
         return np.asarray(jax.random.key_data(numbered))
 
 
-def _notes(state: TrainState, shares: Shares, new: int, *, has_keys: bool) -> list[str]:
-    """Return sentences that say what `resized` did for `new` replicas."""
+def _resize_notes(state: TrainState, shares: Shares, new: int, *, has_keys: bool) -> list[str]:
+    """Return sentences that say what `resize_replicas` did for `new` replicas."""
     weighted = " weighted with the push-sum weights" if np.ndim(shares[0][0]) else ""
     flight = ", what was in flight included" if len(shares) > 1 else ""
     notes = [

@@ -19,20 +19,20 @@ from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names, type_text
 from ._folder import (
     CheckpointError,
+    commit_folder,
     deserialize,
     epath,
-    give_name,
     remove,
-    remove_unfinished,
-    resolved,
+    remove_partial_writes,
+    resolve_path,
     safetensors,
-    unfinished,
+    unfinished_path,
 )
-from ._notes import Notes, not_written, tried
-from ._record import checked_json, read_marked
+from ._notes import Notes, catch_failure, explain_write_errors
+from ._record import checked_json, read_versioned_json
 
 _FORMAT = 2  # 1 was a checkpoint of orbax
-_MARK = "jaxslowmo_consensus"
+_FORMAT_KEY = "jaxslowmo_consensus"
 
 
 def export_consensus(
@@ -86,8 +86,8 @@ def export_consensus(
             f"`state.params` of that step, got {type(embeddings).__name__} with parameters of "
             f"{type(params).__name__}."
         )
-    path, notes = resolved(folder), Notes(patience)
-    record = {_MARK: _FORMAT, "extra": checked_json("export_consensus", extra)}
+    path, notes = resolve_path(folder), Notes(patience)
+    record = {_FORMAT_KEY: _FORMAT, "extra": checked_json("export_consensus", extra)}
     mean = consensus(params, mesh=mesh, axis_name=axis_name, shares=shares)
     if embeddings is not None:
         mean = mean._replace(tables=embeddings.read(mean.tables))
@@ -103,8 +103,9 @@ def export_consensus(
             x = multihost_utils.process_allgather(x, tiled=True)
         if jax.process_index() == 0:
             arrays[name] = np.asarray(x, order="C")
-    with not_written(path, "the model"):
-        notes.agree(tried(_write, path, arrays, record) if jax.process_index() == 0 else None)
+    with explain_write_errors(path, "the model"):
+        is_first = jax.process_index() == 0
+        notes.raise_on_all(catch_failure(_write, path, arrays, record) if is_first else None)
 
 
 def _write(path: epath.Path, arrays: dict[str, np.ndarray], record: dict[str, Any]) -> None:
@@ -112,8 +113,8 @@ def _write(path: epath.Path, arrays: dict[str, np.ndarray], record: dict[str, An
         raise CheckpointError(
             f"{path} holds something else than an export, which would be lost: give a new path."
         )
-    remove_unfinished(path.parent, f"{path.name}.")
-    folder = unfinished(path, 0)
+    remove_partial_writes(path.parent, f"{path.name}.")
+    folder = unfinished_path(path, 0)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         data = safetensors.save(arrays)
@@ -121,7 +122,7 @@ def _write(path: epath.Path, arrays: dict[str, np.ndarray], record: dict[str, An
         dtypes = {name: x.dtype.name for name, x in arrays.items()}
         about = record | {"crc32": zlib.crc32(data), "dtypes": dtypes}
         (folder / EXPORT_RECORD).write_text(json.dumps(about, indent=1))
-        give_name(folder, path)
+        commit_folder(folder, path)
     except BaseException:
         remove(folder)
         raise
@@ -143,7 +144,7 @@ def load_consensus(folder: str | PathLike[str], like: PyTree | None = None) -> P
 
     Communication: none; each process reads all files.
     """
-    path = resolved(folder)
+    path = resolve_path(folder)
     record = _record(path)
     try:
         data = (path / EXPORT_ARRAYS).read_bytes()
@@ -185,8 +186,8 @@ def consensus_extra(folder: str | PathLike[str]) -> dict[str, Any]:
 
     Communication: none; each process reads independently.
     """
-    return _record(resolved(folder))["extra"]
+    return _record(resolve_path(folder))["extra"]
 
 
 def _record(path: epath.Path) -> dict[str, Any]:
-    return read_marked(path, EXPORT_RECORD, _MARK, _FORMAT)
+    return read_versioned_json(path, EXPORT_RECORD, _FORMAT_KEY, _FORMAT)

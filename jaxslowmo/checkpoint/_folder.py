@@ -57,7 +57,7 @@ class UnansweredError(CheckpointError):
     """Raised if another process did not answer in time; the checkpoint may be complete or not."""
 
 
-def resolved(folder: str | PathLike[str]) -> epath.Path:
+def resolve_path(folder: str | PathLike[str]) -> epath.Path:
     """Return an absolute path, or an address such as `gs://...` unchanged.
 
     Raises:
@@ -69,7 +69,7 @@ def resolved(folder: str | PathLike[str]) -> epath.Path:
     return path if "://" in str(folder) else epath.Path(os.path.abspath(path.expanduser()))
 
 
-def unfinished(target: epath.Path, number: int) -> epath.Path:
+def unfinished_path(target: epath.Path, number: int) -> epath.Path:
     """Return the path of a folder until it is complete; on object stores it is `target` itself.
 
     Threads of a failed write may still be writing, so each write needs another `number`.
@@ -79,19 +79,19 @@ def unfinished(target: epath.Path, number: int) -> epath.Path:
     return target.parent / f"{target.name}.{number}{UNFINISHED}"
 
 
-def give_name(folder: epath.Path, target: epath.Path) -> None:
+def commit_folder(folder: epath.Path, target: epath.Path) -> None:
     """Make a complete folder visible as `target`, and remove the folder that it replaces."""
     if not can_rename(target):
         (target / COMMITTED).write_text("")
         return
     # Removed before the other has its name, a kill in between would leave neither.
-    replaced = renamed(target, "removed", UNFINISHED) if target.exists() else None
+    replaced = rename_unique(target, "removed", UNFINISHED) if target.exists() else None
     folder.rename(target)
     if replaced is not None:
         remove(replaced)
 
 
-def renamed(path: epath.Path, what: str, end: str = "") -> epath.Path:
+def rename_unique(path: epath.Path, what: str, end: str = "") -> epath.Path:
     """Rename a folder to its name, `what`, a number if needed, and `end`; return the new path."""
     paths = (path.parent / f"{path.name}.{what}{n or ''}{end}" for n in itertools.count())
     return path.rename(next(new for new in paths if not new.exists()))
@@ -105,13 +105,13 @@ def remove(path: epath.Path) -> None:
     """
     try:
         if can_rename(path) and not path.name.endswith(UNFINISHED):
-            path = renamed(path, "removed", UNFINISHED)
+            path = rename_unique(path, "removed", UNFINISHED)
         path.rmtree()
     except OSError as error:
         warn_user(f"{path}, of no use any more, could not be removed: {error}.")
 
 
-def remove_unfinished(folder: epath.Path, prefix: str = "") -> None:
+def remove_partial_writes(folder: epath.Path, prefix: str = "") -> None:
     """Remove folders that interrupted saves and removals have left."""
     for path in folder.iterdir() if folder.exists() else ():
         if path.name.startswith(prefix) and path.name.endswith(UNFINISHED):

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from .._support.coordinator import NoNoteError, forget, gather_notes
+from .._support.coordinator import NoNoteError, delete_notes, gather_notes
 from .._support.files import io_errno
 from ._arrays import first_line
 from ._folder import CheckpointError, UnansweredError, epath
@@ -46,12 +46,12 @@ class Notes:
         self._key, self._seconds = "", seconds
         self.count = 0
 
-    def gather(self, value: Any, written: Callable[[], int] = lambda: 0) -> list[Any]:
+    def gather(self, value: Any, bytes_written: Callable[[], int] = lambda: 0) -> list[Any]:
         """Return the `value`, plain JSON, of every process in the order of their numbers.
 
         Args:
           value: value of this process, of at most a few kB as JSON.
-          written: returns the bytes that are written so far; as long as they change, this waits.
+          bytes_written: returns the bytes that are written so far; while they change, this waits.
 
         Raises:
           UnansweredError: a process does not answer.
@@ -66,7 +66,7 @@ class Notes:
         self._key = self._key or f"jaxslowmo/checkpoint/{next(_numbers)}"
         if self.count > 2 and jax.process_index() == 0:
             # Every process that took part in the last exchange has read all notes before it.
-            forget(f"{self._key}/{self.count - 2}")
+            delete_notes(f"{self._key}/{self.count - 2}")
         processes, text = range(jax.process_count()), json.dumps(value)
         seconds = min(_LOOK_SECONDS, self._seconds)
         before, since = -1, time.monotonic()
@@ -75,26 +75,26 @@ class Notes:
                 notes = gather_notes(f"{self._key}/{self.count}", text, processes, seconds)
                 return [json.loads(note) for note in notes]
             except NoNoteError as error:
-                if (now := written()) != before:
+                if (now := bytes_written()) != before:
                     before, since = now, time.monotonic()
                 elif time.monotonic() - since > self._seconds:
                     raise UnansweredError(
                         f"another process has not answered for {self._seconds:g} s.", ETIMEDOUT
                     ) from error
 
-    def agree(self, failure: Failure, written: Callable[[], int] = lambda: 0) -> None:
+    def raise_on_all(self, failure: Failure, bytes_written: Callable[[], int] = lambda: 0) -> None:
         """Raise process 0's failure, if it has one, on all processes.
 
         Raises:
           CheckpointError: the failure.
           UnansweredError: a process does not answer.
         """
-        if found := self.gather(failure, written)[0]:
+        if found := self.gather(failure, bytes_written)[0]:
             text, number = found
             raise CheckpointError(text, errno=number)
 
 
-def tried(work: Callable[..., Any], *args: Any) -> Failure:
+def catch_failure(work: Callable[..., Any], *args: Any) -> Failure:
     """Call `work`, and return its failure, which the other processes must learn."""
     try:
         work(*args)
@@ -112,7 +112,7 @@ def tried(work: Callable[..., Any], *args: Any) -> Failure:
 
 
 @contextlib.contextmanager
-def not_written(path: epath.Path, what: str, rest: str = "") -> Iterator[None]:
+def explain_write_errors(path: epath.Path, what: str, rest: str = "") -> Iterator[None]:
     """Say in an error of this block what could not be written, why, and what can be done."""
     try:
         yield

@@ -18,13 +18,13 @@ from .._version import __version__
 from ..embedding import Embeddings
 from ..train import ReplicaState, TrainState
 from ..tree import leaf_names
-from ._arrays import first_line, prints_of, read_arrays
+from ._arrays import fingerprints, first_line, read_arrays
 from ._folder import ARRAYS, RECORD, UnreadableError, epath
-from ._stages import layout_of, parts_of
+from ._stages import stage_layout, stored_leaves
 
 FORMAT = 3  # 2 kept anchors in blocks, in the state of the optimizer
 SHARED = "exchange/shared/"  # begins the names of leaves that all replicas have together
-_MARK = "jaxslowmo_checkpoint"
+_FORMAT_KEY = "jaxslowmo_checkpoint"
 
 
 class LeafRecord(NamedTuple):
@@ -74,8 +74,8 @@ class Record:
       parts: for each leaf of the parameters, or of a library's state, the shape of a replica's part
         on one of its devices.
       leaves: records of the leaves in flattening order.
-      layout: the places of leaves in buffers of stages, as `layout_of` returns it. None: there are
-        no stages.
+      layout: the places of leaves in buffers of stages, as `stage_layout` returns it. None: there
+        are no stages.
       empty: names of the empty nodes among what each replica has for its exchanges.
       table_rows: the number of rows of each embedding table, which arrays with padding do not show.
         None: there are no tables, or they were not given.
@@ -100,7 +100,7 @@ class Record:
         """Return the record as it is stored, with a checksum."""
         packages = {package: version(package) for package in ("jax", "orbax-checkpoint")}
         content = {**vars(self), "versions": {"jaxslowmo": __version__, **packages}}
-        return {_MARK: FORMAT, "crc32": _crc32(content), **content}
+        return {_FORMAT_KEY: FORMAT, "crc32": _crc32(content), **content}
 
     @property
     def made_by(self) -> str:
@@ -111,17 +111,17 @@ class Record:
     def with_arrays(self, stored: list[jax.Array], **about: Any) -> "Record":
         """Return the record with the fingerprints of these arrays, and with `about` them.
 
-        Communication: that of `prints_of`.
+        Communication: that of `fingerprints`.
         """
-        return replace(self, prints=prints_of(stored), **about)
+        return replace(self, prints=fingerprints(stored), **about)
 
-    def whole(self) -> "Record":
+    def without_stages(self) -> "Record":
         """Return the record of the state with the model's trees in place of those of stages.
 
-        Its leaves are those that `parts_of` lists. Each has the key of the array that holds it.
+        Its leaves are those of `stored_leaves`. Each has the key of the array that holds it.
         """
         leaves = []
-        for name, index, place in parts_of(self.layout, [x.name for x in self.leaves]):
+        for name, index, place in stored_leaves(self.layout, [x.name for x in self.leaves]):
             leaf = self.leaves[index]._replace(name=name)
             if place is not None:
                 lead = leaf.shape[: len(leaf.shape) - len(leaf.own_shape)]
@@ -134,7 +134,7 @@ class Record:
         pairs = zip(self.leaves, shardings, strict=True)
         return read_arrays(path / ARRAYS, {leaf.key: leaf.struct(to) for leaf, to in pairs})
 
-    def check_prints(self, path: epath.Path, prints: list[list[int]]) -> None:
+    def check_fingerprints(self, path: epath.Path, prints: list[list[int]]) -> None:
         """Raise `UnreadableError` unless arrays that were read have the saved fingerprints."""
         saved = zip(self.leaves, prints, self.prints, strict=True)
         if wrong := [leaf.name for leaf, one, own in saved if one != own]:
@@ -150,8 +150,8 @@ def read_record(path: epath.Path) -> Record:
     Raises:
       UnreadableError: a missing or damaged file, another library's checkpoint, another format.
     """
-    value = read_marked(path, f"{RECORD}/metadata", _MARK, FORMAT)
-    content = {key: x for key, x in value.items() if key not in (_MARK, "crc32")}
+    value = read_versioned_json(path, f"{RECORD}/metadata", _FORMAT_KEY, FORMAT)
+    content = {key: x for key, x in value.items() if key not in (_FORMAT_KEY, "crc32")}
     if _crc32(content) != value.get("crc32"):
         raise UnreadableError(f"{path} is damaged: its record is not as it was written.")
     known: dict[str, Any] = {x.name: value.get(x.name) for x in fields(Record)}
@@ -160,13 +160,15 @@ def read_record(path: epath.Path) -> Record:
     return Record(**known)
 
 
-def read_marked(path: epath.Path, name: str, mark: str, number: int) -> dict[str, Any]:
+def read_versioned_json(
+    path: epath.Path, name: str, format_key: str, number: int
+) -> dict[str, Any]:
     """Return the JSON of a file that this package wrote.
 
     Args:
       path: path of the checkpoint or the export.
       name: path of the file in it.
-      mark: name of the value that only files of this kind have: the number of their format.
+      format_key: name of the value that only files of this kind have: the number of their format.
       number: the format that can be read.
 
     Raises:
@@ -180,17 +182,17 @@ def read_marked(path: epath.Path, name: str, mark: str, number: int) -> dict[str
             f"{getattr(error, 'strerror', None) or first_line(error)}.",
             io_errno(error),
         ) from error
-    if not isinstance(value, dict) or mark not in value:
+    if not isinstance(value, dict) or format_key not in value:
         raise UnreadableError(
-            f"{path} was not written by jaxslowmo: {name} has no {mark!r}. Give a "
+            f"{path} was not written by jaxslowmo: {name} has no {format_key!r}. Give a "
             "folder that jaxslowmo wrote, or read it with the library that wrote it."
         )
-    if value[mark] != number:
+    if value[format_key] != number:
         # A damaged digit looks the same, so the error lets `fallback` try an older checkpoint.
         raise UnreadableError(
-            f"{path} has format {value[mark]}, written by {value.get('versions', 'another')}, and "
-            f"this version of jaxslowmo reads format {number}: use the version that wrote it. If "
-            "that is this one, the file is damaged."
+            f"{path} has format {value[format_key]}, written by "
+            f"{value.get('versions', 'another')}, and this version of jaxslowmo reads format "
+            f"{number}: use the version that wrote it. If that is this one, the file is damaged."
         )
     return value
 
@@ -207,7 +209,7 @@ def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ValueError(f"{owner}: `extra` must be plain JSON: {error}.") from None
 
 
-def named(tree: PyTree) -> dict[str, Any]:
+def leaves_by_name(tree: PyTree) -> dict[str, Any]:
     """Return the leaves of a tree by name, in order; of equal names all but one are numbered."""
     found: dict[str, Any] = {}
     times: Counter[str] = Counter()
@@ -217,24 +219,24 @@ def named(tree: PyTree) -> dict[str, Any]:
     return found
 
 
-def record_of(state: TrainState | ReplicaState, embeddings: Embeddings | None = None) -> Record:
+def make_record(state: TrainState | ReplicaState, embeddings: Embeddings | None = None) -> Record:
     """Return the record of a state of arrays or of types; `with_arrays` completes it."""
-    leaves = named(state).items()
+    leaves = leaves_by_name(state).items()
     sharded = state.params if isinstance(state, TrainState) else state.state
     rows = None
     if embeddings is not None:
         rows = {name: table.num_rows for name, table in embeddings.tables.items()}
     return Record(
         replicas=state.step.shape[0],
-        parts=[_part_of(x) for x in jax.tree.leaves(sharded)],
+        parts=[_part_shape(x) for x in jax.tree.leaves(sharded)],
         leaves=[_leaf_record(i, name, leaf) for i, (name, leaf) in enumerate(leaves)],
-        layout=layout_of(state),
+        layout=stage_layout(state),
         empty=_empty_nodes(state.exchange.local),
         table_rows=rows,
     )
 
 
-def _part_of(x: Any) -> list[int]:
+def _part_shape(x: Any) -> list[int]:
     sharding = getattr(x, "sharding", None)
     return list(x.shape if sharding is None else sharding.shard_shape(x.shape))[1:]
 
@@ -264,6 +266,6 @@ def _leaf_record(index: int, name: str, leaf: Any) -> LeafRecord:
     return LeafRecord(key, name, tuple(leaf.shape), dtype, impl)
 
 
-def as_stored(tree: PyTree) -> list[jax.Array]:
+def storable_leaves(tree: PyTree) -> list[jax.Array]:
     """Return the leaves of a state as they are stored: PRNG keys as their data."""
     return [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(tree)]

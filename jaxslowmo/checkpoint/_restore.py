@@ -9,10 +9,10 @@ import jax
 from .._support.types import PyTree
 from ..train import ExchangingStep, ReplicaState, TrainState, TrainStep
 from ..transform import holds_state
-from ._arrays import placed, prints_of
-from ._convert import as_wide, converted
+from ._arrays import fingerprints, place_array
+from ._convert import convert_state, widen_dtype
 from ._folder import CheckpointError, epath
-from ._record import Record, read_record, record_of
+from ._record import Record, make_record, read_record
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Template:
     names: Mapping[str, str]
 
     @classmethod
-    def of(
+    def from_step(
         cls,
         train_step: TrainStep | ExchangingStep,
         params: PyTree,
@@ -72,7 +72,7 @@ class Template:
         structs: Any = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh
         )
-        record = record_of(fresh, tables)
+        record = make_record(fresh, tables)
         for array in jax.tree.leaves(fresh):  # free memory, which the restored state needs
             array.delete()
         return cls(train_step, seed, structs, record, names or {})
@@ -86,7 +86,7 @@ class Template:
         )
 
 
-def read(path: epath.Path, template: Template) -> Callable[[], Restored]:
+def read_checkpoint(path: epath.Path, template: Template) -> Callable[[], Restored]:
     """Read the part of a checkpoint that this process needs.
 
     Args:
@@ -100,7 +100,7 @@ def read(path: epath.Path, template: Template) -> Callable[[], Restored]:
     Raises:
       CheckpointError: see `Checkpoints.restore`.
 
-    Communication: none. The function has that of `prints_of` if nothing is converted.
+    Communication: none. The function has that of `fingerprints` if nothing is converted.
     """
     record, now, structs = read_record(path), template.record, template.structs
     shardings = [x.sharding for x in jax.tree.leaves(structs)]
@@ -124,24 +124,24 @@ def read(path: epath.Path, template: Template) -> Callable[[], Restored]:
             "parameter transform: to move its state, pass it as `sync` of js.make_train_step, in "
             "both runs."
         )
-    if _is_as_saved(record, now):
+    if _has_same_leaves(record, now):
         arrays = record.read(path, shardings)
 
-        def unchanged() -> Restored:
-            record.check_prints(path, prints_of(arrays))
+        def finish() -> Restored:
+            record.check_fingerprints(path, fingerprints(arrays))
             return Restored(record.step, template.state(arrays), record.extra, True, ())
 
-        return unchanged
-    saved, is_exact, notes = converted(
+        return finish
+    saved, is_exact, notes = convert_state(
         path, record, now, structs, template.train_step, template.seed, template.names
     )
-    state = template.state([placed(x, to) for x, to in zip(saved, shardings, strict=True)])
+    state = template.state([place_array(x, to) for x, to in zip(saved, shardings, strict=True)])
     return lambda: Restored(record.step, state, record.extra, is_exact, tuple(notes))
 
 
-def _is_as_saved(saved: Record, now: Record) -> bool:
+def _has_same_leaves(saved: Record, now: Record) -> bool:
     """Return whether the arrays are those of a state of this run, however they lie on devices."""
     if len(saved.leaves) != len(now.leaves) or saved.layout != now.layout:
         return False
     leaves = zip(saved.leaves, now.leaves, strict=True)
-    return saved.empty == now.empty and all(as_wide(x, y)[1:] == y[1:] for x, y in leaves)
+    return saved.empty == now.empty and all(widen_dtype(x, y)[1:] == y[1:] for x, y in leaves)

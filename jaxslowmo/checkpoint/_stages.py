@@ -31,7 +31,7 @@ class StoredLeaf(NamedTuple):
     place: LeafPlace | None
 
 
-def layout_of(tree: PyTree) -> dict[str, Any] | None:
+def stage_layout(tree: PyTree) -> dict[str, Any] | None:
     """Return the places of leaves in a state's `Staged` trees, as plain JSON; None without any.
 
     Args:
@@ -46,43 +46,43 @@ def layout_of(tree: PyTree) -> dict[str, Any] | None:
     """
     nodes: list[list[Any]] = []
     packings: dict[Any, int] = {}
-    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_staged)[0]:
-        if is_staged(x) and x.buffers:
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_stage_tree)[0]:
+        if is_stage_tree(x) and x.buffers:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
             nodes.append([name, packings.setdefault(x.packing, len(packings))])
     return {"nodes": nodes, "packings": [_packing_to_json(p) for p in packings]} if nodes else None
 
 
-def _nodes(layout: Mapping[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
+def _stage_nodes(layout: Mapping[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
     """Return name and packing of each tree of stages."""
     if layout is None:
         return []
     return [(name, layout["packings"][number]) for name, number in layout["nodes"]]
 
 
-def of_params(layout: Mapping[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
+def param_packings(layout: Mapping[str, Any] | None) -> list[tuple[str, dict[str, Any]]]:
     """Return name and packing of each tree of stages that belongs to the parameters."""
-    return [node for node in _nodes(layout) if node[0].split("/")[0] == "params"]
+    return [node for node in _stage_nodes(layout) if node[0].split("/")[0] == "params"]
 
 
-def names_inside(layout: Mapping[str, Any] | None) -> dict[str, bool]:
+def names_in_buffers(layout: Mapping[str, Any] | None) -> dict[str, bool]:
     """Return the names of leaves that are in buffers, and whether each belongs to one parameter.
 
     A leaf that an optimizer keeps once per stage, such as a vector of all the stage's elements,
     belongs to none.
     """
-    params = {leaf[0] for _, packing in of_params(layout) for leaf in packing["leaves"]}
+    params = {leaf[0] for _, packing in param_packings(layout) for leaf in packing["leaves"]}
     return {
         # A parameter may have several arrays, whose names begin with that of the parameter.
         f"{node}/{name}": not params.isdisjoint(
             itertools.accumulate(name.split("/"), "{}/{}".format)
         )
-        for node, packing in _nodes(layout)
+        for node, packing in _stage_nodes(layout)
         for name, *_ in packing["leaves"]
     }
 
 
-def parts_of(layout: Mapping[str, Any] | None, names: Sequence[str]) -> list[StoredLeaf]:
+def stored_leaves(layout: Mapping[str, Any] | None, names: Sequence[str]) -> list[StoredLeaf]:
     """Return the leaves of the state with the model's trees.
 
     Args:
@@ -91,9 +91,9 @@ def parts_of(layout: Mapping[str, Any] | None, names: Sequence[str]) -> list[Sto
     """
     indices = {name: index for index, name in enumerate(names)}
     by_position = {index: [StoredLeaf(name, index, None)] for index, name in enumerate(names)}
-    for node, packing in _nodes(layout):
+    for node, packing in _stage_nodes(layout):
         parts = [
-            StoredLeaf(f"{node}/{name}", index, _place(stored, packing["sizes"]))
+            StoredLeaf(f"{node}/{name}", index, _leaf_place(stored, packing["sizes"]))
             for name, *stored in packing["leaves"]
             # A buffer may be missing: the names may be those of a part of the state.
             if (index := indices.get(f"{node}/{stored[0]}")) is not None
@@ -105,7 +105,7 @@ def parts_of(layout: Mapping[str, Any] | None, names: Sequence[str]) -> list[Sto
     return [part for _, parts in sorted(by_position.items()) for part in parts]
 
 
-def read_part(part: StoredLeaf, arrays: Sequence[Any]) -> Any:
+def read_stored_leaf(part: StoredLeaf, arrays: Sequence[Any]) -> Any:
     """Return a leaf (..., *shape) from the stored NumPy arrays."""
     place, array = part.place, arrays[part.index]
     if place is None:
@@ -114,16 +114,16 @@ def read_part(part: StoredLeaf, arrays: Sequence[Any]) -> Any:
     return place.read(array[of_stage])
 
 
-def restaged(types: PyTree, tree: PyTree) -> PyTree:
+def to_stage_buffers(types: PyTree, tree: PyTree) -> PyTree:
     """Return a state with the trees of stages in place of the model's trees.
 
     Args:
       types: the types of a state that has these stages; only its structure matters.
       tree: the state as `in_model_form(types)` has it, of NumPy arrays.
     """
-    nodes, structure = jax.tree.flatten(types, is_leaf=is_staged)
+    nodes, structure = jax.tree.flatten(types, is_leaf=is_stage_tree)
     parts = zip(nodes, structure.flatten_up_to(tree), strict=True)
-    return structure.unflatten([_packed(n.packing, x) if is_staged(n) else x for n, x in parts])
+    return structure.unflatten([_pack(n.packing, x) if is_stage_tree(n) else x for n, x in parts])
 
 
 def moved_note(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
@@ -133,13 +133,13 @@ def moved_note(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) ->
     return f"Parameters, and what goes with them, were moved {way}."
 
 
-def is_staged(x: Any) -> bool:
+def is_stage_tree(x: Any) -> bool:
     """Return whether `x` is a tree in buffers of stages, of parameters or of arrays like them."""
     return isinstance(x, Staged)
 
 
 def _packing_to_json(packing: Any) -> dict[str, Any]:
-    """Return the packing as plain JSON; see `layout_of`."""
+    """Return the packing as plain JSON; see `stage_layout`."""
     names = leaf_names(packing.map(lambda place: 0))
     positions = [i for i, places in enumerate(packing.places) for _ in places]
     places = list(itertools.chain.from_iterable(packing.places))
@@ -161,7 +161,7 @@ def spec_to_json(spec: P) -> list[list[str]]:
     return [list(axis_names(entry or ())) for entry in spec]
 
 
-def _place(stored: Sequence[Any], sizes: Sequence[Any]) -> LeafPlace:
+def _leaf_place(stored: Sequence[Any], sizes: Sequence[Any]) -> LeafPlace:
     buffer, stage, start, shape, spec = stored
     split = {axis for entry in spec for axis in entry}
     of_leaf = tuple((axis, size) for axis, size in sizes if axis in split)
@@ -169,12 +169,12 @@ def _place(stored: Sequence[Any], sizes: Sequence[Any]) -> LeafPlace:
     return LeafPlace(stage, start, Leaf(tuple(shape), entries, of_leaf, buffer))
 
 
-def _packed(packing: Any, tree: PyTree) -> Staged:
+def _pack(packing: Any, tree: PyTree) -> Staged:
     """Pack a tree of the model into buffers; leaves may have additional leading dimensions."""
     place = next(itertools.chain.from_iterable(packing.places))
     return packing.stack(tree, np.ndim(jax.tree.leaves(tree)[0]) - len(place.leaf.shape))
 
 
 def _stages_text(layout: Mapping[str, Any] | None) -> str:
-    count = next((packing["stages"] for _, packing in of_params(layout)), 0)
+    count = next((packing["stages"] for _, packing in param_packings(layout)), 0)
     return f"{count or 'no'} stage{'' if count == 1 else 's'}"

@@ -15,18 +15,18 @@ import jax
 
 from .._support.checks import warn_user
 from .._support.files import can_rename
-from ._arrays import handler
+from ._arrays import make_handler
 from ._folder import (
     ARRAYS,
     RECORD,
+    commit_folder,
     epath,
     files_below,
-    give_name,
     ocp,
     remove,
-    unfinished,
+    unfinished_path,
 )
-from ._notes import Failure, Notes, not_written, tried
+from ._notes import Failure, Notes, catch_failure, explain_write_errors
 
 # How often, and at which interval, the processes list files until all see the same: together longer
 # than an NFS client caches a listing by default.
@@ -45,8 +45,9 @@ class FolderWrite:
       arrays: dict of jax arrays.
       record: plain JSON to write next to the arrays; process 0's is written.
       notes: the notes by which the processes agree.
-      before: function that process 0 calls before it makes the folder.
-      after: function that process 0 calls once the folder has its name; its errors become warnings.
+      on_start: function that process 0 calls before it makes the folder.
+      on_complete: function that process 0 calls once the folder has its name; its errors become
+        warnings.
 
     Raises:
       CheckpointError: the folder cannot be made; on all processes.
@@ -62,15 +63,18 @@ class FolderWrite:
         record: dict[str, Any],
         notes: Notes,
         *,
-        before: Callable[[], None],
-        after: Callable[[], None],
+        on_start: Callable[[], None],
+        on_complete: Callable[[], None],
     ) -> None:
-        self._target, self._record, self._notes, self._after = target, record, notes, after
-        self._folder = unfinished(target, notes.count)
-        self._handler = handler((jax.Array, ocp.type_handlers.ArrayHandler()))
+        self._target, self._record, self._notes = target, record, notes
+        self._on_complete = on_complete
+        self._folder = unfinished_path(target, notes.count)
+        self._handler = make_handler((jax.Array, ocp.type_handlers.ArrayHandler()))
         self._is_first = jax.process_index() == 0
-        with self._explained():
-            notes.agree(tried(self._begin, before) if self._is_first else None)
+        with self._explain_errors():
+            notes.raise_on_all(
+                catch_failure(self._make_folder, on_start) if self._is_first else None
+            )
         copied = threading.Event()
         pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._run = pool.submit(self._write, arrays, copied)
@@ -83,7 +87,7 @@ class FolderWrite:
         """The error of the write; None without one, or while it is in progress."""
         return self._run.exception() if self._run.done() else None
 
-    def written(self) -> int:
+    def bytes_written(self) -> int:
         """Return how many bytes all processes have written to the unfinished folder."""
         return sum(size for _, size in files_below(self._folder))
 
@@ -97,29 +101,31 @@ class FolderWrite:
         atexit.unregister(self._at_exit)
         self._run.result()
 
-    def _explained(self) -> contextlib.AbstractContextManager[None]:
+    def _explain_errors(self) -> contextlib.AbstractContextManager[None]:
         what = f"the checkpoint of step {self._target.name}"
-        return not_written(self._target.parent, what, "; those before it are as they were")
+        return explain_write_errors(self._target.parent, what, "; those before it are as they were")
 
-    def _begin(self, before: Callable[[], None]) -> None:
-        before()
+    def _make_folder(self, on_start: Callable[[], None]) -> None:
+        on_start()
         if self._folder.exists():
             self._folder.rmtree()
         (self._folder / ARRAYS).mkdir(parents=True)
 
     def _write(self, arrays: dict[str, Any], copied: threading.Event) -> None:
         try:
-            with self._explained():
-                written = self.written if can_rename(self._target) else lambda: 0
-                failures = self._notes.gather(tried(self._write_part, arrays, copied), written)
-                failure = next(filter(None, failures), None) or self._see_files()
+            with self._explain_errors():
+                num_bytes = self.bytes_written if can_rename(self._target) else lambda: 0
+                failures = self._notes.gather(
+                    catch_failure(self._write_part, arrays, copied), num_bytes
+                )
+                failure = next(filter(None, failures), None) or self._wait_for_listing()
                 if self._is_first:
-                    failure = failure or tried(self._finish)
+                    failure = failure or catch_failure(self._commit)
                     if failure:
                         remove(self._folder)
-                self._notes.agree(failure, written)
+                self._notes.raise_on_all(failure, num_bytes)
                 if self._is_first:
-                    self._tidy()
+                    self._run_on_complete()
         finally:
             copied.set()
 
@@ -129,7 +135,7 @@ class FolderWrite:
             copied.set()
             part.result()
 
-    def _see_files(self) -> Failure:
+    def _wait_for_listing(self) -> Failure:
         """Wait until all processes see the same files; all call it, and return the same.
 
         Orbax lists the folder to find the parts, and would leave out, silently, what is not listed.
@@ -150,16 +156,16 @@ class FolderWrite:
             None,
         ]
 
-    def _finish(self) -> None:
+    def _commit(self) -> None:
         """Make one checkpoint from the parts."""
         self._handler.finalize(self._folder / ARRAYS)
         (self._folder / RECORD).mkdir()
         (self._folder / RECORD / "metadata").write_text(json.dumps(self._record))
-        give_name(self._folder, self._target)
+        commit_folder(self._folder, self._target)
 
-    def _tidy(self) -> None:
+    def _run_on_complete(self) -> None:
         try:
-            self._after()
+            self._on_complete()
         except OSError as error:
             warn_user(f"{self._target.parent}: old checkpoints could not be removed: {error}.")
 

@@ -68,33 +68,35 @@ def run(words: list[str]) -> int:
         warnings.showwarning = _show_warning
         # Imported here, as what does the work, since `--help` waits for neither tyro nor jax.
         from . import _config
-        from ._config import arguments, parsed, read
+        from ._config import argument_errors, parse_config, read_config
 
         if name == "train":
             from ._supervise import train_command
 
-            return train_command(read(_config.TrainConfig, program, own), words)
+            return train_command(read_config(_config.TrainConfig, program, own), words)
         if name == "launch":  # what follows "--" is the command to start
             from ._supervise import launch_command
 
             end = own.index("--") if "--" in own else len(own)
-            return launch_command(parsed(_config.LaunchConfig, program, own[:end]), own[end + 1 :])
+            return launch_command(
+                parse_config(_config.LaunchConfig, program, own[:end]), own[end + 1 :]
+            )
         if name == "compare":
-            config = read(_config.CompareConfig, program, own)
+            config = read_config(_config.CompareConfig, program, own)
             from ._compare import compare
 
             return compare(config)
         if name == "sample":
-            config = parsed(_config.SampleConfig, program, own)
+            config = parse_config(_config.SampleConfig, program, own)
             from ._sample import sample
 
             return sample(config)
-        url = parsed(_config.StatusConfig, program, own).url
+        url = parse_config(_config.StatusConfig, program, own).url
         import jaxslowmo as js
 
         from ._errors import island_errors
 
-        with island_errors(), arguments():
+        with island_errors(), argument_errors():
             print(js.islands.status(url))
     return 0
 

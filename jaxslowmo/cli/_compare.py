@@ -14,21 +14,29 @@ from rich.table import Table
 from jaxslowmo.data import read_corpus
 
 from .._support.checks import ArgumentError
-from .._support.files import write_anew
+from .._support.files import write_atomic
 from ._config import (
     AlgorithmConfig,
     CompareConfig,
     TrainConfig,
-    arguments,
-    options_of,
-    plain,
-    replaced,
+    argument_errors,
+    option_types,
+    parse_scalar,
+    replace_options,
     to_file,
 )
 from ._errors import EXIT_CODES
 from ._figures import COLOURS, INK, clean, draw_line, new_figure, save_figure
-from ._folder import RunFolder, locked_folder
-from ._record import Reporter, format_bytes, format_count, format_loss, say, table_of, to_json
+from ._folder import RunFolder, lock_folder
+from ._record import (
+    Reporter,
+    format_bytes,
+    format_count,
+    format_loss,
+    print_lines,
+    rows_table,
+    to_json,
+)
 from ._run import Job, RunResult
 from ._setup import LOOKS, Model, Text, choose_devices, describe_exchanges
 
@@ -44,27 +52,27 @@ def compare(config: CompareConfig) -> int:
     """
     console, train, overwrite = Console(), config.train, config.run.overwrite
     names = config.algorithms.split(",")
-    with locked_folder(config.run.out, "compare") as folder:
+    with lock_folder(config.run.out, "compare") as folder:
         if not overwrite:
-            folder.refuse_leftovers(resumes=None)
-        with arguments():
+            folder.check_no_earlier_run(resumes=None)
+        with argument_errors():
             seeds = _seeds(config)
-            configs = {name: config_of(train, name) for name in names}
+            configs = {name: algorithm_config(train, name) for name in names}
             devices = choose_devices(train)
             text = Text(train, read_corpus(train.data.data), devices.mesh)
             model = Model(train, devices.mesh)
             # All are made before the first step, so that a wrong setting fails at once.
             jobs = {name: Job(x, devices, model, text, name) for name, x in configs.items()}
         if overwrite:
-            folder.sweep()
+            folder.delete_run_files()
         own = {"algorithms": names, "seeds": seeds}
-        write_anew(folder / "config.json", to_json(to_file(train) | own, 2))
+        write_atomic(folder / "config.json", to_json(to_file(train) | own, 2))
         size = f"{format_count(jobs[names[0]].num_parameters)} parameters"
-        say(console, f"{size}, {devices.description}", text.description)
+        print_lines(console, f"{size}, {devices.description}", text.description)
         runs = _train_all(configs, jobs, seeds, folder, console)
         rows, would = compare_rows([run.summary for run in runs]), devices.is_virtual
         content = {"rows": rows, "runs": [run.summary for run in runs]}
-        write_anew(folder / "compare.json", to_json(content, 2))
+        write_atomic(folder / "compare.json", to_json(content, 2))
         bases = {name.partition("+")[0] for name in names}
         about = [
             *(f"byte-level GPT, {size}", devices.description, f"{train.run.steps} steps"),
@@ -79,7 +87,7 @@ def compare(config: CompareConfig) -> int:
         }
         draw_comparison(histories, folder / "compare.png", subtitle=subtitle, would=would)
         console.print(_table(rows, would=would))
-        say(console, str(folder / "compare.png"))
+        print_lines(console, str(folder / "compare.png"))
     statuses = {run.status for run in runs}
     worst = next((s for s in ("interrupted", "diverged", "preempted") if s in statuses), "finished")
     return EXIT_CODES[worst]
@@ -93,7 +101,7 @@ def _seeds(config: CompareConfig) -> list[int]:
     return [int(text) for text in texts]
 
 
-def config_of(train: TrainConfig, algorithm: str) -> TrainConfig:
+def algorithm_config(train: TrainConfig, algorithm: str) -> TrainConfig:
     """Return the configuration of an algorithm with settings, such as "sgp+overlap=1".
 
     Raises:
@@ -101,16 +109,16 @@ def config_of(train: TrainConfig, algorithm: str) -> TrainConfig:
     """
     name, *settings = algorithm.split("+")
     # Algorithms do best at different rates: rare exchanges at smaller ones.
-    known, values = {*options_of(AlgorithmConfig), "learning_rate"}, {"algorithm": name}
+    known, values = {*option_types(AlgorithmConfig), "learning_rate"}, {"algorithm": name}
     for setting in settings:
         key, _, value = setting.partition("=")
         key = key.replace("-", "_")
         if key not in known:
             rule = f"settings are name+SETTING=VALUE with {', '.join(sorted(known))}"
             raise ArgumentError("algorithms", f"{rule}; got {setting}.")
-        values[key] = plain(value)
+        values[key] = parse_scalar(value)
     try:
-        return replaced(train, values)
+        return replace_options(train, values)
     except ArgumentError as error:
         raise ArgumentError("algorithms", f"{algorithm}: {error}") from None
 
@@ -131,10 +139,10 @@ def _train_all(
             label = f"{name}, seed {seed}" if seeds[1:] else name
             # Some file systems do not allow colons in names.
             out = RunFolder(folder / f"{name.replace(':', '-')}-seed{seed}")
-            would, own = job.devices.is_virtual, replaced(config, {"seed": seed})
+            would, own = job.devices.is_virtual, replace_options(config, {"seed": seed})
             reporter = Reporter(console, label, config.run.steps, would=would)
             runs.append(job.run(own, out, reporter))
-            if runs[-1].was_stopped:
+            if runs[-1].got_signal:
                 return runs
     return runs
 
@@ -188,7 +196,7 @@ def _table(rows: Sequence[dict[str, Any]], *, would: bool) -> Table:
     first = rows[0]["algorithm"]
     sent = "that a replica would send" if would else "sent per replica"
     caption = f"validation loss: nats per byte, consensus model; bytes {sent}"
-    return table_of(map(cells, rows), caption=caption)
+    return rows_table(map(cells, rows), caption=caption)
 
 
 # The same algorithm with other settings has the same colour, and the next of these line styles.

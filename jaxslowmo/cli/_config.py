@@ -447,7 +447,7 @@ class TrainConfig(_TrainingConfig):
             "on_nan": self.checkpoint.on_nan == "stop",
         }
         for name, does in fits.items() if island.islands is not None else ():
-            _require(name, does, "does not go with `islands`", flat(self)[name])
+            _require(name, does, "does not go with `islands`", flatten_options(self)[name])
 
     def check_processes(self, count: int) -> None:
         """Raise `ArgumentError` for what several processes cannot do."""
@@ -514,39 +514,39 @@ class StatusConfig:
 
 
 @functools.cache
-def options_of(cls: type) -> Mapping[str, tuple[str | None, Any]]:
+def option_types(cls: type) -> Mapping[str, tuple[str | None, Any]]:
     """Return the section (None: the class itself) and the type of all options, by their names."""
     options: dict[str, tuple[str | None, Any]] = {}
     for name, hint in get_type_hints(cls).items():
         if dataclasses.is_dataclass(hint):
-            options |= {x: (name, kind) for x, (_, kind) in options_of(hint).items()}  # pyright: ignore
+            options |= {x: (name, kind) for x, (_, kind) in option_types(hint).items()}  # pyright: ignore
         else:
             options[name] = None, hint
     return options
 
 
-def flat(config: Any) -> dict[str, Any]:
+def flatten_options(config: Any) -> dict[str, Any]:
     """Return the values of all options by name, as JSON has them."""
     values = {
         name: getattr(config if section is None else getattr(config, section), name)
-        for name, (section, _) in options_of(type(config)).items()
+        for name, (section, _) in option_types(type(config)).items()
     }
     return {name: str(x) if isinstance(x, Path) else x for name, x in values.items()}
 
 
-def replaced(config: Config, values: Mapping[str, Any]) -> Config:
+def replace_options(config: Config, values: Mapping[str, Any]) -> Config:
     """Return a configuration with other values of some options.
 
     Raises:
       ArgumentError: there is no such option, or the value has another type.
     """
-    found = options_of(type(config))
+    found = option_types(type(config))
     changes: dict[str | None, dict[str, Any]] = {}
     for name, value in values.items():
         if name not in found:
             raise ArgumentError(name, f"no such option, got {name!r}.")
         section, hint = found[name]
-        changes.setdefault(section, {})[name] = checked(name, value, hint)
+        changes.setdefault(section, {})[name] = check_option(name, value, hint)
     for section, own in changes.items():
         if section is not None:
             own = {section: dataclasses.replace(getattr(config, section), **own)}
@@ -554,7 +554,7 @@ def replaced(config: Config, values: Mapping[str, Any]) -> Config:
     return config
 
 
-def checked(name: str, value: Any, hint: Any) -> Any:
+def check_option(name: str, value: Any, hint: Any) -> Any:
     """Return the value of an option; raise `ArgumentError` for another type, or one too small."""
     kinds = get_args(hint) if get_origin(hint) is types.UnionType else (hint,)
     kind: Any = kinds[0]
@@ -595,7 +595,7 @@ _OPTIONS = {
     "outer_optimizer": "algorithm", "num_replicas": "replicas",
 }  # fmt: skip
 _NAMES = {
-    *options_of(TrainConfig),
+    *option_types(TrainConfig),
     "processes",
     "algorithms",
     "seeds",
@@ -610,7 +610,7 @@ _WORDS |= dict.fromkeys(("", "~", "null", "Null"))
 
 
 @contextlib.contextmanager
-def arguments(**options: str) -> Iterator[None]:
+def argument_errors(**options: str) -> Iterator[None]:
     """Run the block, and turn a `ValueError` about an argument into a `CommandError`.
 
     Use it only for set-up: a `ValueError` during training is a bug and keeps its traceback.
@@ -628,7 +628,9 @@ def arguments(**options: str) -> Iterator[None]:
         raise CommandError(str(error)) from error
 
 
-def parsed(cls: type[Config], program: str, words: Sequence[str], default: Any = None) -> Config:
+def parse_config(
+    cls: type[Config], program: str, words: Sequence[str], default: Any = None
+) -> Config:
     """Return the configuration that words describe, with other values from `default`.
 
     Raises:
@@ -648,49 +650,53 @@ def parsed(cls: type[Config], program: str, words: Sequence[str], default: Any =
         paragraphs = re.split("(?:^|\n)[-─]{3,}", "\n".join(rows))
         text = " ".join(next(filter(str.strip, paragraphs)).split())
         raise CommandError(f"{text}; see {program} --help") from None
-    with arguments():
-        for name, value in flat(config).items():
-            checked(name, value, options_of(cls)[name][1])
+    with argument_errors():
+        for name, value in flatten_options(config).items():
+            check_option(name, value, option_types(cls)[name][1])
     return config
 
 
-def read(cls: type[Config], program: str, words: Sequence[str]) -> Config:
+def read_config(cls: type[Config], program: str, words: Sequence[str]) -> Config:
     """Return the configuration of `train` or `compare`, with its file and its preset.
 
     Options of the words replace those of `--config`, these what a resumed run had, and these those
     of the preset.
 
     Raises:
-      CommandError: see `parsed`, or values do not go together, or the file is wrong.
+      CommandError: see `parse_config`, or values do not go together, or the file is wrong.
       SystemExit: the words ask for help, which is printed.
     """
     default: Any = cls()
-    config: Any = parsed(cls, program, words, default)
+    config: Any = parse_config(cls, program, words, default)
     values: dict[str, Any] = {}
     if isinstance(config, TrainConfig) and config.checkpoint.resume and config.run.out is not None:
-        values |= _values_of_run(config.run.out / "config.json")
+        values |= _options_of_run(config.run.out / "config.json")
     if config.run.config is not None:
         values |= read_file(cls, config.run.config)
-    with arguments():
-        config = parsed(cls, program, words, replaced(default, values))
+    with argument_errors():
+        config = parse_config(cls, program, words, replace_options(default, values))
         preset = config.model.preset
-        config = parsed(cls, program, words, replaced(default, {**PRESETS[preset], **values}))
+        config = parse_config(
+            cls, program, words, replace_options(default, {**PRESETS[preset], **values})
+        )
         config.check()
     return config
 
 
-def _values_of_run(path: Path) -> dict[str, Any]:
+def _options_of_run(path: Path) -> dict[str, Any]:
     """Return the values with which a run goes on: its own, and its schedule as it was."""
     if not path.exists():
         return {}
     values = read_file(TrainConfig, path)
-    saved = replaced(TrainConfig(), values)
+    saved = replace_options(TrainConfig(), values)
     return values | {"warmup": saved.warmup_steps, "schedule_steps": saved.schedule_length}
 
 
 def to_file(config: Any) -> dict[str, Any]:
     """Return the values for config.json, without how this run was started."""
-    return {name: value for name, value in flat(config).items() if name not in _OF_A_START}
+    return {
+        name: value for name, value in flatten_options(config).items() if name not in _OF_A_START
+    }
 
 
 def read_file(cls: type, path: Path) -> dict[str, Any]:
@@ -702,7 +708,7 @@ def read_file(cls: type, path: Path) -> dict[str, Any]:
       CommandError: the file cannot be read, holds anything but names and plain values, a name twice
         or one that is no option, or a value has another type than the option.
     """
-    options, values = {**options_of(TrainConfig), **options_of(cls)}, {}
+    options, values = {**option_types(TrainConfig), **option_types(cls)}, {}
     try:
         text = path.read_text(encoding="utf-8-sig")
         for key, value in _pairs_of_json(text) if path.suffix == ".json" else _pairs_of_yaml(text):
@@ -711,13 +717,13 @@ def read_file(cls: type, path: Path) -> dict[str, Any]:
                 raise ValueError(f"{key} is no option; see jaxslowmo train --help")
             if name in values:
                 raise ValueError(f"{key} stands there twice")
-            values[name] = None if value is None else checked(name, value, options[name][1])
+            values[name] = None if value is None else check_option(name, value, options[name][1])
     except OSError as error:
         raise CommandError(f"--config: cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         why = "is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise CommandError(f"--config {path}: {why}") from None
-    return {name: x for name, x in values.items() if name in options_of(cls) and x is not None}
+    return {name: x for name, x in values.items() if name in option_types(cls) and x is not None}
 
 
 def _pairs_of_json(text: str) -> list[tuple[str, Any]]:
@@ -746,10 +752,10 @@ def _pairs_of_yaml(text: str) -> Iterator[tuple[str, Any]]:
         if not isinstance(event, yaml.ScalarEvent) or event.tag or event.anchor:
             raise ValueError("must hold plain values, not lists, groups, tags or anchors")
     for key, value in zip(scalars[::2], scalars[1::2], strict=True):
-        yield key.value, value.value if value.style else plain(value.value)
+        yield key.value, value.value if value.style else parse_scalar(value.value)
 
 
-def plain(text: str) -> Any:
+def parse_scalar(text: str) -> Any:
     """Return the number, truth value or None that a text stands for, else the text."""
     if text in _WORDS:
         return _WORDS[text]

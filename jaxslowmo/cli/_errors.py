@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from .._support.files import PASSING, io_errno
+from .._support.files import TRANSIENT_ERRORS, io_errno
 
 FAILED = DIVERGED = 1
 USAGE_ERROR = 2
@@ -42,7 +42,7 @@ def code_of(error: BaseException) -> int:
     """
     if isinstance(error, CommandError):
         return error.code
-    return TRY_AGAIN if io_errno(error) in PASSING else FAILED
+    return TRY_AGAIN if io_errno(error) in TRANSIENT_ERRORS else FAILED
 
 
 def describe(error: BaseException) -> str:
@@ -69,11 +69,11 @@ def island_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def writing_to(out: Path) -> Iterator[None]:
+def write_errors(out: Path) -> Iterator[None]:
     """Run the block, and turn an `OSError` about the folder for results into a `CommandError`."""
     try:
         yield
     except OSError as error:
-        code = TRY_AGAIN if error.errno in PASSING else USAGE_ERROR
+        code = TRY_AGAIN if error.errno in TRANSIENT_ERRORS else USAGE_ERROR
         what = f"--out must be a folder to write to, {out}: {error.strerror}"
         raise CommandError(what, code) from None

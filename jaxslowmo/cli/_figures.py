@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
-from .._support.files import replacing
+from .._support.files import atomic_path
 
 # The colours of Okabe and Ito, which colour-blind readers can distinguish, a grey and a violet.
 COLOURS = {
@@ -96,5 +96,5 @@ def draw_loss(records: Iterable[dict[str, Any]], summary: dict[str, Any], path: 
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Write a picture completely or not at all; the suffix of the path decides its format."""
-    with replacing(path) as temporary:
+    with atomic_path(path) as temporary:
         figure.savefig(temporary)

@@ -15,8 +15,8 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .._support.files import complete_steps, is_export, is_unfinished, write_anew
-from ._errors import CommandError, writing_to
+from .._support.files import complete_steps, is_export, is_temporary_file, write_atomic
+from ._errors import CommandError, write_errors
 
 # What a run leaves in folders of its own, by their names; checkpoints with a suffix are incomplete.
 _IN_FOLDERS = {
@@ -51,10 +51,10 @@ class RunFolder:
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
-    def facts(self, name: str) -> dict[str, Any]:
+    def read_json(self, name: str) -> dict[str, Any]:
         """Return the object in a file of JSON; {} if it is missing or damaged."""
         path = self / name
-        return _object(path.read_bytes()) if path.exists() else {}
+        return _parse_object(path.read_bytes()) if path.exists() else {}
 
     def newest_step(self) -> int | None:
         """Return the step of the newest complete checkpoint; None without one."""
@@ -62,7 +62,7 @@ class RunFolder:
             return max(complete_steps(self / "checkpoints"), default=None)
         return None
 
-    def last_saved(self) -> str:
+    def describe_checkpoint(self) -> str:
         """Return a sentence on the step from which a run that starts again goes on."""
         step, path = self.newest_step(), self / "checkpoints"
         return (
@@ -71,7 +71,7 @@ class RunFolder:
             else f"the last saved step is {step}, in {path}"
         )
 
-    def last_recorded(self) -> int | None:
+    def newest_record_step(self) -> int | None:
         """Return the last step in metrics.jsonl; None without one."""
         try:
             with (self / "metrics.jsonl").open("rb") as file:
@@ -80,17 +80,17 @@ class RunFolder:
         except OSError:
             return None
         # Lines that are cut off or damaged are skipped.
-        steps = (_object(line).get("step") for line in reversed(lines))
+        steps = (_parse_object(line).get("step") for line in reversed(lines))
         return next((step for step in steps if isinstance(step, int)), None)
 
-    def refuse_leftovers(self, *, resumes: bool | None) -> None:
+    def check_no_earlier_run(self, *, resumes: bool | None) -> None:
         """Raise `CommandError` if the folder holds a run with which the command does not go on.
 
         Args:
           resumes: whether the command goes on with a run; None: it cannot.
         """
         is_comparison, newest = self._is_comparison(), self.newest_step()
-        status = self.facts("summary.json").get("status", "not finished")
+        status = self.read_json("summary.json").get("status", "not finished")
         # A finished run without checkpoints cannot go on: it would train a new model.
         can_go_on = not is_comparison and (status != "finished" or newest is not None)
         signs = ("config.json", "metrics.jsonl", "summary.json", "compare.json")
@@ -98,7 +98,7 @@ class RunFolder:
         if is_empty or (resumes and can_go_on):
             return
         saved = "no checkpoint" if newest is None else f"a checkpoint of step {newest}"
-        what = f"a run ({status}, last step {self.last_recorded() or 0}, {saved})"
+        what = f"a run ({status}, last step {self.newest_record_step() or 0}, {saved})"
         what = "a comparison" if is_comparison else what
         resume = "--resume to go on with it, " if can_go_on and resumes is not None else ""
         raise CommandError(
@@ -107,28 +107,28 @@ class RunFolder:
         )
 
     def _is_comparison(self) -> bool:
-        return "algorithms" in self.facts("config.json") or (self / "compare.json").exists()
+        return "algorithms" in self.read_json("config.json") or (self / "compare.json").exists()
 
-    def sweep(self) -> None:
+    def delete_run_files(self) -> None:
         """Delete the files of an earlier run or comparison, and nothing else; the lock stays."""
-        # Checkpoints first: if the sweep is killed, files that show that there was a run remain.
+        # Checkpoints first: if this is killed, files that show that there was a run remain.
         for name, pattern in _IN_FOLDERS.items():
-            _sweep_folder(self / name, pattern)
+            _delete_matching(self / name, pattern)
         if is_export(self / "model"):
             shutil.rmtree(self / "model")
         # Only in a comparison: elsewhere a folder with such a name is another run.
         for path in sorted(self.path.iterdir()) if self._is_comparison() else ():
             if path.is_dir() and _RUN_OF_A_COMPARISON.fullmatch(path.name):
-                RunFolder(path).sweep()
+                RunFolder(path).delete_run_files()
                 with contextlib.suppress(OSError):  # it holds something else, too
                     path.rmdir()
         for path in sorted(self.path.iterdir()):
-            if path.name in _FILES or is_unfinished(path):
+            if path.name in _FILES or is_temporary_file(path):
                 path.unlink()
 
 
 @contextlib.contextmanager
-def locked_folder(out: Path | None, command: str) -> Iterator[RunFolder]:
+def lock_folder(out: Path | None, command: str) -> Iterator[RunFolder]:
     """Run the block while the folder for results, made if missing, belongs to this process.
 
     It holds the lock of the folder, and says so in lock.json. After a `CommandError` a new folder
@@ -141,12 +141,12 @@ def locked_folder(out: Path | None, command: str) -> Iterator[RunFolder]:
     folder = RunFolder(make_folder(out, command), uuid.uuid4().hex)
     try:
         with contextlib.ExitStack() as stack:
-            with writing_to(folder.path):
+            with write_errors(folder.path):
                 # The operating system frees the lock of a process that is gone.
                 try:
                     stack.enter_context(FileLock(folder / "lock", timeout=0))
                 except Timeout:
-                    facts = folder.facts("lock.json")
+                    facts = folder.read_json("lock.json")
                     who = f"process {facts.get('pid')} on {facts.get('host')}"
                     who = f"{who} since {facts.get('since')}" if facts else "another process"
                     raise CommandError(
@@ -156,7 +156,7 @@ def locked_folder(out: Path | None, command: str) -> Iterator[RunFolder]:
                 stack.callback(_remove_lock, folder)  # while it is held
                 since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
                 own = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-                write_anew(folder / "lock.json", json.dumps(own | {"token": folder.token}))
+                write_atomic(folder / "lock.json", json.dumps(own | {"token": folder.token}))
             yield folder
     except CommandError:
         if not existed:
@@ -167,7 +167,7 @@ def locked_folder(out: Path | None, command: str) -> Iterator[RunFolder]:
 
 def _remove_lock(folder: RunFolder) -> None:
     # After the folder was deleted during the run, its lock may be that of another run.
-    if folder.facts("lock.json").get("token") == folder.token:
+    if folder.read_json("lock.json").get("token") == folder.token:
         (folder / "lock").unlink(missing_ok=True)
         (folder / "lock.json").unlink(missing_ok=True)
 
@@ -182,14 +182,14 @@ def make_folder(out: Path | None, command: str) -> Path:
     if out is None:
         # With microseconds: scripts start several runs within one second.
         out = Path("runs") / f"{command}-{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
-    with writing_to(out):
+    with write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):  # several processes may try at once
             pass
     return out
 
 
-def _sweep_folder(folder: Path, names: str) -> None:
+def _delete_matching(folder: Path, names: str) -> None:
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
@@ -204,7 +204,7 @@ def _sweep_folder(folder: Path, names: str) -> None:
         folder.rmdir()
 
 
-def _object(content: bytes) -> dict[str, Any]:
+def _parse_object(content: bytes) -> dict[str, Any]:
     """Return the JSON object in a text; {} if it is damaged or not an object."""
     try:
         facts = json.loads(content)

@@ -124,14 +124,14 @@ def _addresses(host: str, port: int) -> list[tuple]:
     return sorted(addresses, key=lambda address: ipaddress.ip_address(address[0]).is_loopback)
 
 
-def pass_on(text: str) -> None:
+def write_stderr(text: str) -> None:
     """Write to stderr at once; ignore the error of a pipe that is no longer read."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()
 
 
-def part_from_runtime() -> None:
+def separate_runtime_stderr() -> None:
     """Separate what Python writes to stderr from what C++ writes, which the parent keeps."""
     if RUNTIME_LOG in os.environ:
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
@@ -139,7 +139,7 @@ def part_from_runtime() -> None:
 
 
 @contextlib.contextmanager
-def handling(handlers: Mapping[int, Any]) -> Iterator[None]:
+def signal_handlers(handlers: Mapping[int, Any]) -> Iterator[None]:
     """Run the block with these handlers for signals; only in the main thread."""
     previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -187,12 +187,12 @@ class StopOnSignal(contextlib.ExitStack):
                 self.reason = "preempted"
         return self.reason
 
-    def besides_steps(self) -> contextlib.AbstractContextManager[None]:
+    def outside_steps(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for work that takes longer than a step."""
-        return contextlib.nullcontext() if self._watch is None else self._watch.besides_steps()
+        return contextlib.nullcontext() if self._watch is None else self._watch.outside_steps()
 
     @contextlib.contextmanager
-    def ends_wait(self) -> Iterator[None]:
+    def interruptible_wait(self) -> Iterator[None]:
         """Run the block, which changes no state and waits for others, until it or a signal ends it.
 
         With several processes signals are not Python's, and `Watch` ends what takes too long.
@@ -209,7 +209,7 @@ class StopOnSignal(contextlib.ExitStack):
         if self._has_peers:
             handlers = {signal.SIGINT: signal.SIG_IGN}
         if threading.current_thread() is threading.main_thread():
-            self.enter_context(handling(handlers))
+            self.enter_context(signal_handlers(handlers))
         return self
 
     def _signal(self, number: int, frame: FrameType | None) -> None:

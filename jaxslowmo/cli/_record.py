@@ -22,7 +22,7 @@ import jaxslowmo as js
 from jaxslowmo.models import gpt_preset
 
 from .._support.checks import warn_user
-from .._support.files import write_anew
+from .._support.files import write_atomic
 from ._config import TrainConfig, to_file
 from ._folder import RunFolder
 from ._setup import learning_rate_schedule
@@ -34,7 +34,7 @@ _CURVES = (
 )  # fmt: skip
 # Errors that may pass: the disk is full, or the folder is being deleted (the next record makes it
 # again).
-_RETRIED = (errno.ENOSPC, errno.ENOENT)
+_TRANSIENT = (errno.ENOSPC, errno.ENOENT)
 
 
 class ByteLedger:
@@ -70,11 +70,11 @@ class ByteLedger:
         kind = next(kinds, None)
         # Events in separate conditionals of one program have no kind for their combination. Each
         # kind holds what all steps send ("local") and the part of its event.
-        parts = sum(self._of_event(event) - always for event in events)
+        parts = sum(self._event_bytes(event) - always for event in events)
         self.sent += always + parts if kind is None else self.by_kind[kind]
         return self.sent
 
-    def _of_event(self, event: str) -> int:
+    def _event_bytes(self, event: str) -> int:
         # "round": only the state knows which round, since a refused round is repeated. Other events
         # without a kind, such as "take", send nothing.
         always = self.by_kind.get("local", 0)
@@ -82,18 +82,18 @@ class ByteLedger:
         return self.by_kind.get(event, max(rounds, default=always) if event == "round" else always)
 
 
-def emitted(step: js.train.TrainStep, state: Any, batch: Any) -> js.reports.CommReport:
+def report_collectives(step: js.train.TrainStep, state: Any, batch: Any) -> js.reports.CommReport:
     """Return the collectives of a step's programs, which are traced and neither compiled nor run.
 
     These are the collectives that the algorithm emits. To read those that a backend executes, every
     program would have to be compiled a second time.
     """
 
-    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    def shape_struct(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
 
     # The batch itself and not its shape: each of several processes has only a part of it.
-    programs = step.traced_by_phase(jax.tree.map(shape_of, state), batch)
+    programs = step.traced_by_phase(jax.tree.map(shape_struct, state), batch)
     lowered: Any = {kind: traced.lower() for kind, traced in programs.items()}
     mesh = step.mesh if isinstance(step.mesh, jax.sharding.Mesh) else None
     return js.comm_report_of(lowered.get(None, lowered), mesh=mesh, compile=False)
@@ -113,7 +113,7 @@ class Best:
     validation_loss: float | None = None
     since: int = 0
 
-    def after(self, step: int, validation_loss: float) -> "Best":
+    def update(self, step: int, validation_loss: float) -> "Best":
         """Return the best after one more evaluation; NaN is never better."""
         if self.validation_loss is None or validation_loss < self.validation_loss:
             return Best(step, validation_loss)
@@ -194,11 +194,11 @@ class Recorder(contextlib.AbstractContextManager):
     def start(self, reports: Mapping[str, float]) -> None:
         """Record the evaluation before the first step."""
         self.note(0, **reports)
-        self.best = self.best.after(0, reports["validation_loss"])
+        self.best = self.best.update(0, reports["validation_loss"])
 
     def note(self, step: int, **facts: Any) -> None:
         """Record an event that is no step, such as a resume or a rollback."""
-        self._keep({"step": step, "bytes_sent": self._ledger.sent, **facts})
+        self._add_record({"step": step, "bytes_sent": self._ledger.sent, **facts})
 
     def step(
         self, result: js.train.StepResult, evaluate: Callable[[], Mapping[str, float]] | None
@@ -219,21 +219,21 @@ class Recorder(contextlib.AbstractContextManager):
         record = {
             "step": result.step,
             # Of all processes, so that all decide alike; it waits for the step.
-            "loss": float(_gathered(result.metrics["loss"]).mean(dtype=np.float64)),
+            "loss": float(_all_gather(result.metrics["loss"]).mean(dtype=np.float64)),
             "learning_rate": np.asarray(self._schedule(result.step - 1)).item(),
-            "tokens_per_second": self._lap(),
+            "tokens_per_second": self._tokens_per_second(),
             "bytes_sent": sent,
         }
         if "loss_scale" in result.metrics:  # which may differ between replicas
-            scales, skipped = (_gathered(result.metrics[name]) for name in _OPTIONAL[:2])
+            scales, skipped = (_all_gather(result.metrics[name]) for name in _OPTIONAL[:2])
             record |= {"loss_scale": float(scales.min()), "skipped_updates": int(skipped.sum())}
         record |= {name: x for name, x in result.reports.items() if name in _OPTIONAL}
         go_on = math.isfinite(record["loss"])
         if evaluate and go_on:
             record.update(evaluate())
             if "validation_loss" in record:
-                self.best = self.best.after(result.step, record["validation_loss"])
-        self._keep(record)
+                self.best = self.best.update(result.step, record["validation_loss"])
+        self._add_record(record)
         return go_on
 
     @property
@@ -263,10 +263,10 @@ class Recorder(contextlib.AbstractContextManager):
         if self._folder is not None:
             if not (self._folder / "metrics.jsonl").exists():  # deleted since the last record
                 self._write_all()
-            write_anew(self._folder / "summary.json", to_json(summary, 2))
+            write_atomic(self._folder / "summary.json", to_json(summary, 2))
         return summary
 
-    def _lap(self) -> float | None:
+    def _tokens_per_second(self) -> float | None:
         """Return tokens per second of all replicas since the last record; None with compilation."""
         tokens, seconds = self._steps_since * self._tokens_per_step, time.perf_counter()
         seconds -= self._since
@@ -280,7 +280,7 @@ class Recorder(contextlib.AbstractContextManager):
         self._steps_since, self._compiled_since = 0, False
         self._since = time.perf_counter()
 
-    def _keep(self, record: dict[str, Any]) -> None:
+    def _add_record(self, record: dict[str, Any]) -> None:
         self.records.append(record)
         self._reporter.show(record)
         if self._folder is not None:
@@ -288,7 +288,7 @@ class Recorder(contextlib.AbstractContextManager):
                 self._add_line(self._folder / "metrics.jsonl", to_json(record))
                 self._is_behind = False
             except OSError as error:
-                if error.errno not in _RETRIED:
+                if error.errno not in _TRANSIENT:
                     raise
                 if not self._is_behind:
                     name = self._folder / "metrics.jsonl"
@@ -312,8 +312,8 @@ class Recorder(contextlib.AbstractContextManager):
         """Write config.json and all of metrics.jsonl."""
         assert self._folder is not None
         self._folder.path.mkdir(parents=True, exist_ok=True)
-        write_anew(self._folder / "config.json", to_json(to_file(self._config), 2))
-        write_anew(self._folder / "metrics.jsonl", "".join(map(to_json, self.records)))
+        write_atomic(self._folder / "config.json", to_json(to_file(self._config), 2))
+        write_atomic(self._folder / "metrics.jsonl", "".join(map(to_json, self.records)))
 
     def _begin_events(self, after: int) -> None:
         """Begin a file of events, from which TensorBoard ignores earlier events past a step."""
@@ -338,7 +338,7 @@ class Recorder(contextlib.AbstractContextManager):
                 self._events.add_scalar(name, record[name], record["step"])
 
 
-def _gathered(values: jax.Array) -> np.ndarray:
+def _all_gather(values: jax.Array) -> np.ndarray:
     """Return a metric of the replicas of all processes.
 
     Communication: with several processes one all-gather of 4 bytes per replica.
@@ -399,7 +399,7 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(plain, indent=indent) + "\n"
 
 
-def say(console: Console, *sentences: str) -> None:
+def print_lines(console: Console, *sentences: str) -> None:
     """Print each sentence on its own line, without colours; the terminal wraps long lines."""
     for sentence in sentences:
         console.print(sentence, highlight=False, soft_wrap=True, markup=False)
@@ -421,9 +421,9 @@ class Reporter:
         self._latest: dict[str, Any] = {}
         self._next_line = 0.0
 
-    def say(self, *sentences: str) -> None:
+    def print_lines(self, *sentences: str) -> None:
         """Print sentences for the user between progress lines."""
-        say(self._console, *sentences)
+        print_lines(self._console, *sentences)
 
     def show(self, record: dict[str, Any]) -> None:
         """Show a record of a step, and an evaluation of an earlier step with its number."""
@@ -443,7 +443,7 @@ class Reporter:
             "bytes_sent": f"{self._verb} {format_bytes(latest.get('bytes_sent'))}",
         }
         status = "  ".join(text for name, text in shown.items() if name in latest)
-        self.say(f"{self._label}: {step:{len(str(self._steps))}}/{self._steps}  {status}")
+        self.print_lines(f"{self._label}: {step:{len(str(self._steps))}}/{self._steps}  {status}")
 
 
 def facts_table(facts: Mapping[str, str], title: str) -> Table:
@@ -454,7 +454,7 @@ def facts_table(facts: Mapping[str, str], title: str) -> Table:
     return table
 
 
-def table_of(rows: Iterable[Mapping[str, str]], caption: str) -> Table:
+def rows_table(rows: Iterable[Mapping[str, str]], caption: str) -> Table:
     """Return a table with a line per row, and a column per name of the first row."""
     rows = list(rows)
     table = Table(caption=caption, caption_justify="left")

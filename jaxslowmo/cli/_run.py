@@ -22,9 +22,9 @@ from ._config import TrainConfig, to_file
 from ._errors import CommandError, code_of, island_errors
 from ._folder import RunFolder
 from ._processes import ALONE, Cluster, StopOnSignal
-from ._record import Best, ByteLedger, Recorder, Reporter, emitted
+from ._record import Best, ByteLedger, Recorder, Reporter, report_collectives
 from ._setup import Devices, Model, Text, make_step, past_schedule
-from ._watch import lost_a_peer
+from ._watch import is_peer_failure
 
 if TYPE_CHECKING:
     from jaxslowmo.checkpoint import Checkpoints  # loads orbax
@@ -49,7 +49,7 @@ class RunResult:
     saved: int | None = None
 
     @property
-    def was_stopped(self) -> bool:
+    def got_signal(self) -> bool:
         """True if a signal ended the run early."""
         return self.status in ("interrupted", "preempted")
 
@@ -71,7 +71,7 @@ class Progress:
     best: Best = dataclasses.field(default_factory=Best)
 
 
-class Keeper(contextlib.AbstractContextManager):
+class RunSaver(contextlib.AbstractContextManager):
     """A context that saves a run in OUT/checkpoints.
 
     A failed save is a warning, and the next one is tried. Several failures in a row end the run,
@@ -90,7 +90,7 @@ class Keeper(contextlib.AbstractContextManager):
 
     def __init__(self, job: "Job", config: TrainConfig, folder: RunFolder, params: Any) -> None:
         self._job, self._config, self._folder, self._params = job, config, folder, params
-        self._begun: int | None = None
+        self._saving_step: int | None = None
         self._failures = 0
         self.last: int | None = None
 
@@ -101,7 +101,7 @@ class Keeper(contextlib.AbstractContextManager):
         keep = self._config.checkpoint.keep
         checkpoints = Checkpoints(self._folder / "checkpoints", keep=keep)
         if self._job.cluster.watch is not None:
-            self._job.cluster.watch.follow(checkpoints.written)
+            self._job.cluster.watch.watch_save(checkpoints.written)
         return checkpoints
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -109,7 +109,7 @@ class Keeper(contextlib.AbstractContextManager):
         if error is not None and self._job.cluster.count > 1:
             return
         try:
-            self._settle(is_last=True)
+            self._wait_for_save(is_last=True)
         except CommandError as failed:
             if error is None:
                 raise
@@ -122,8 +122,8 @@ class Keeper(contextlib.AbstractContextManager):
         Raises:
           CommandError: too many saves in a row have failed; with `wait`, this one has.
         """
-        if progress.step not in (self.last, self._begun):
-            self._settle()  # raises or warns if the previous save failed
+        if progress.step not in (self.last, self._saving_step):
+            self._wait_for_save()  # raises or warns if the previous save failed
             extra = {
                 "config": to_file(self._config),
                 "corpus": self._job.text.fingerprint,
@@ -131,47 +131,47 @@ class Keeper(contextlib.AbstractContextManager):
             }
             try:
                 self._checkpoints.save(progress.step, state, extra=extra)
-                self._begun = progress.step
+                self._saving_step = progress.step
             except Exception as error:
-                self._failed(error, is_last=wait)
+                self._handle_failed_save(error, is_last=wait)
         if wait:
-            self._settle(is_last=True)
+            self._wait_for_save(is_last=True)
 
-    def look(self) -> None:
+    def check_save(self) -> None:
         """Warn now, and not when the next save is due, if the save in progress has failed.
 
         A failure that ends the run waits for that save, where all processes meet.
         """
-        if self._begun is None or self._checkpoints.failure is None:
+        if self._saving_step is None or self._checkpoints.failure is None:
             return
         is_final = self._failures + 1 >= self._config.checkpoint.max_failed_saves
-        if not is_final and self._begun != self._config.run.steps:
-            self._settle()
+        if not is_final and self._saving_step != self._config.run.steps:
+            self._wait_for_save()
 
-    def _settle(self, *, is_last: bool = False) -> None:
+    def _wait_for_save(self, *, is_last: bool = False) -> None:
         """Wait for the save in progress.
 
         Raises:
           CommandError: it has failed, and it was the last save or too many failed before it.
         """
-        if self._begun is None:
+        if self._saving_step is None:
             return
-        begun, self._begun = self._begun, None
+        saving_step, self._saving_step = self._saving_step, None
         try:
             self._checkpoints.wait()
-            self.last, self._failures = begun, 0
+            self.last, self._failures = saving_step, 0
         except Exception as error:
-            self._failed(error, is_last=is_last)
+            self._handle_failed_save(error, is_last=is_last)
 
-    def _failed(self, error: Any, *, is_last: bool) -> None:
+    def _handle_failed_save(self, error: Any, *, is_last: bool) -> None:
         from jaxslowmo.checkpoint import CheckpointError, UnansweredError
 
         # If a file server does not answer, other processes may see another result of the save.
         is_alike = isinstance(error, CheckpointError) and not isinstance(error, UnansweredError)
-        if not is_alike or lost_a_peer(error):
+        if not is_alike or is_peer_failure(error):
             raise error
         self._failures += 1
-        what = f"{error.reason}; {self._folder.last_saved()}"
+        what = f"{error.reason}; {self._folder.describe_checkpoint()}"
         if is_last or self._failures >= self._config.checkpoint.max_failed_saves:
             rows = f"; {self._failures} saves in a row have failed" if self._failures > 1 else ""
             raise CommandError(what + rows, code_of(error)) from error
@@ -179,7 +179,7 @@ class Keeper(contextlib.AbstractContextManager):
             line = f"warning: {what}; training goes on, and the next save is tried"
             print(line, file=sys.stderr, flush=True)
 
-    def newest(self) -> tuple[js.TrainState, Progress, tuple[str, ...]] | None:
+    def restore_newest(self) -> tuple[js.TrainState, Progress, tuple[str, ...]] | None:
         """Return state and progress of the newest checkpoint, and notes on what has changed.
 
         Return None without a checkpoint.
@@ -187,7 +187,7 @@ class Keeper(contextlib.AbstractContextManager):
         Raises:
           CommandError: the checkpoint is damaged, or does not fit.
         """
-        self._settle()
+        self._wait_for_save()
         if not (self._folder / "checkpoints").exists() or not self._checkpoints.steps():
             return None
         from jaxslowmo.checkpoint import CheckpointError
@@ -284,15 +284,15 @@ class Job:
         self.text.begin(config)
         with (
             StopOnSignal(self.cluster) as self._stop,  # until the last save is complete
-            Keeper(self, config, folder, params) as keeper,
+            RunSaver(self, config, folder, params) as keeper,
         ):
             self._keeper = keeper if saves else None
-            restored = keeper.newest() if saves and options.resume else None
+            restored = keeper.restore_newest() if saves and options.resume else None
             state, done, notes = restored or (self.step.init(params, seed=seed), Progress(), ())
             if self._island is not None:
                 state = self._exchange(self._island, state)
             self.text.position = done.next_batch
-            report = emitted(self.step, state, self.text.batch(0))
+            report = report_collectives(self.step, state, self.text.batch(0))
             self._ledger = ByteLedger(report, self.step.mesh, done.bytes_sent)
             measured = js.measured(self.step) if options.statistics else None
             own = folder if self.cluster.is_first else None
@@ -300,16 +300,18 @@ class Job:
                 self._recorder = recorder
                 if restored:
                     past = past_schedule(config, done.step)
-                    reporter.say(f"Resumed at step {done.step}.", *notes, *past)
+                    reporter.print_lines(f"Resumed at step {done.step}.", *notes, *past)
                     recorder.note(done.step, resumed=list(notes))
                 else:
                     if saves and options.resume:
-                        reporter.say(f"There is no checkpoint in {folder.path}: from scratch.")
+                        reporter.print_lines(
+                            f"There is no checkpoint in {folder.path}: from scratch."
+                        )
                     # All replicas start with the same parameters.
                     recorder.start(self.evaluate(self.step.consensus(state, whole=False)))
                 status, state = self._train(measured or self.step, state, done.step)
                 if saves and options.export and status == "finished":
-                    with self._stop.besides_steps():
+                    with self._stop.outside_steps():
                         self._export(folder / "model", state)
         statistics = measured.report() if measured else None
         if statistics and own:
@@ -344,7 +346,7 @@ class Job:
             status, state, done = self._train_until_end(step, state, done)
             if status != "diverged" or not rollbacks or self._keeper is None:
                 return status, state
-            checkpoint = self._keeper.newest()
+            checkpoint = self._keeper.restore_newest()
             if checkpoint is None:
                 return status, state
             rollbacks -= 1
@@ -372,7 +374,7 @@ class Job:
                         pipeline.state = result.state = self._exchange(island, result.state)
                     result.reports["round"] = island.round
                 state, done = result.state, result.step
-                ending = self._after(result, evaluate)
+                ending = self._finish_step(result, evaluate)
                 if ending is not None:
                     status = ending
                     break
@@ -388,29 +390,29 @@ class Job:
         A resumed run then makes up for the exchange.
         """
         if self._stop.reason is None:
-            with self._stop.besides_steps(), island_errors(), self._stop.ends_wait():
+            with self._stop.outside_steps(), island_errors(), self._stop.interruptible_wait():
                 return island.exchange(state)
         return state
 
-    def _after(self, result: js.train.StepResult, evaluate: js.Evaluate) -> str | None:
+    def _finish_step(self, result: js.train.StepResult, evaluate: js.Evaluate) -> str | None:
         """Record and save after a step; return the status with which to end, or None."""
         run, recorder, options = self._config.run, self._recorder, self._config.checkpoint
         step, is_last = result.step, result.step == run.steps
         if self._keeper is not None:
-            self._keeper.look()
+            self._keeper.check_save()
         stop = None if is_last else self._stop.after_step(result.phase)
         evaluates = is_last or step % run.eval_every == 0
 
         def measure() -> Mapping[str, float]:
             if not evaluates:  # the record before a stop
                 return {}
-            with self._stop.besides_steps():
+            with self._stop.outside_steps():
                 return evaluate(result)
 
         if not recorder.step(result, measure if evaluates or stop else None):
             return "diverged"
         checks = self._config.algorithm.check_parameters
-        if checks and result.phase and _was_refused(result.state):
+        if checks and result.phase and _has_refusal(result.state):
             return "diverged"
         is_early = evaluates and recorder.is_patience_over
         every = options.checkpoint_every
@@ -431,7 +433,7 @@ class Job:
         export_consensus(folder, one, mesh=js.virtual_mesh({"replica": 1}), extra=shape)
 
 
-def _was_refused(state: js.TrainState) -> bool:
+def _has_refusal(state: js.TrainState) -> bool:
     """Wait for the step, and return whether the replicas refused an exchange."""
     refused = state.exchange.local["refused"]
     return bool(np.asarray(refused.addressable_data(0)).any())

@@ -15,7 +15,7 @@ from jaxslowmo.models import GPTConfig, gpt_logits_fn, init_gpt
 
 from .._support.files import is_export
 from ._agreement import saved_config
-from ._config import SampleConfig, arguments, replaced
+from ._config import SampleConfig, argument_errors, replace_options
 from ._errors import CommandError
 from ._folder import RunFolder
 from ._setup import Model, make_step
@@ -27,13 +27,13 @@ def sample(config: SampleConfig) -> int:
     Raises:
       CommandError: there is no model, or it cannot be read.
     """
-    with arguments():
+    with argument_errors():
         model, params = find_model(config.run, config.step)
-    print(_shown(generate(model, params, config), sys.stdout.encoding or "utf-8"))
+    print(_printable(generate(model, params, config), sys.stdout.encoding or "utf-8"))
     return 0
 
 
-def _shown(text: bytes, encoding: str) -> str:
+def _printable(text: bytes, encoding: str) -> str:
     """Return text for stdout, with replacements for invalid bytes and control characters."""
     letters = text.decode("utf-8", "replace")
     plain = re.sub(r"(?!\s)[\x00-\x1f\x7f-\x9f]", "\ufffd", letters)
@@ -63,13 +63,13 @@ def generate(model: GPTConfig, params: Any, config: SampleConfig) -> bytes:
         window = jax.lax.dynamic_slice(text, [start], [length])
         # Attention is causal, so the zeros after the text have no effect.
         logits = logits_fn(params, window[None])[0, size - 1 - start]
-        return text.at[size].set(_drawn(logits, keys[size - begin], config))
+        return text.at[size].set(_sample_byte(logits, keys[size - begin], config))
 
     written = jax.jit(lambda text: jax.lax.fori_loop(begin, end, write, text))(text)
     return np.asarray(written)[:end].tobytes()
 
 
-def _drawn(logits: jax.Array, key: jax.Array, config: SampleConfig) -> jax.Array:
+def _sample_byte(logits: jax.Array, key: jax.Array, config: SampleConfig) -> jax.Array:
     if config.temperature == 0:
         return jnp.argmax(logits).astype(jnp.uint8)
     if config.top_k:
@@ -96,9 +96,9 @@ def find_model(run: Path, step: int | None) -> tuple[GPTConfig, Any]:
     folder = RunFolder(run)
     try:
         if step is not None or folder.newest_step() is not None:
-            return _of_checkpoint(folder / "checkpoints", step)
+            return _load_checkpoint(folder / "checkpoints", step)
         for path in filter(is_export, (run, folder / "model")):
-            return _of_export(path)
+            return _load_export(path)
     except CheckpointError as error:
         older = error.older_step
         hint = "" if older is None else f" --step {older} takes the one before."
@@ -109,14 +109,14 @@ def find_model(run: Path, step: int | None) -> tuple[GPTConfig, Any]:
     )
 
 
-def _of_checkpoint(folder: Path, step: int | None) -> tuple[GPTConfig, Any]:
+def _load_checkpoint(folder: Path, step: int | None) -> tuple[GPTConfig, Any]:
     with Checkpoints(folder) as checkpoints:
         config = saved_config(checkpoints.extra(step=step))
         # Each replica on one virtual device, whatever axes split the model in training.
         sizes = config.mesh.sizes
         axes = {x: sizes[x] for x in ("replica", "device") if x in sizes}
         whole = ",".join(f"{name}={size}" for name, size in axes.items())
-        config = replaced(config, {"mesh": whole, "attention": "xla"})
+        config = replace_options(config, {"mesh": whole, "attention": "xla"})
         mesh = js.virtual_mesh(axes)
         model = Model(config, mesh)
         train_step, params = make_step(config, model.loss_fn, mesh), init_gpt(model.config)
@@ -125,7 +125,7 @@ def _of_checkpoint(folder: Path, step: int | None) -> tuple[GPTConfig, Any]:
     return model.config, train_step.consensus(restored.state)
 
 
-def _of_export(folder: Path) -> tuple[GPTConfig, Any]:
+def _load_export(folder: Path) -> tuple[GPTConfig, Any]:
     shape = consensus_extra(folder).get("model")
     if shape is None:
         raise CommandError(

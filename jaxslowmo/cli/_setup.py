@@ -31,7 +31,7 @@ from jaxslowmo.train import own_parts
 from jaxslowmo.tree import leaf_names
 
 from .._support.checks import ArgumentError
-from ._config import MODEL_AXES, AlgorithmConfig, TrainConfig, arguments
+from ._config import MODEL_AXES, AlgorithmConfig, TrainConfig, argument_errors
 from ._errors import CommandError, island_errors
 from ._processes import ALONE, Cluster
 
@@ -89,7 +89,7 @@ def choose_devices(config: TrainConfig, cluster: Cluster = ALONE) -> Devices:
             f"--replicas: {count} processes must divide the replicas, or replicas the processes "
             f"and processes the devices of a replica; got {replicas} replicas of {each} devices"
         )
-    ask_for_devices(config, count)
+    set_cpu_devices(config, count)
     devices, needed = jax.devices(), replicas * each
     is_cpu, is_short = devices[0].platform == "cpu", len(devices) < needed
     kind = "CPU device" if is_cpu else devices[0].device_kind
@@ -119,7 +119,7 @@ def choose_devices(config: TrainConfig, cluster: Cluster = ALONE) -> Devices:
     return Devices(js.make_mesh(sizes, devices=devices[:needed]), description, is_cpu)
 
 
-def ask_for_devices(config: TrainConfig, num_processes: int | None) -> None:
+def set_cpu_devices(config: TrainConfig, num_processes: int | None) -> None:
     """Set the number of CPU devices that a process needs, in case jax runs on CPU.
 
     It changes nothing if the user chose a number or jax has started. Call it before processes are
@@ -343,7 +343,7 @@ def describe_exchanges(algorithms: Collection[str], config: AlgorithmConfig) -> 
     return [x.format_map(vars(config)) for x in (_AVERAGE, _SLOW, _GOSSIP) if x in used]
 
 
-def codec_of(text: str) -> js.codecs.Codec | None:
+def parse_codec(text: str) -> js.codecs.Codec | None:
     """Return the codec of a text like "int4" or "top_k:0.02"; None for "none"."""
     name, colon, fraction = text.partition(":")
     if name in ("none", *_CODECS) and not colon:
@@ -354,7 +354,7 @@ def codec_of(text: str) -> js.codecs.Codec | None:
     raise ArgumentError("codec", f"`codec` must be {rule}, got {text}.")
 
 
-def mixing_of(text: str) -> Mixing:
+def parse_mixing(text: str) -> Mixing:
     """Return the mixing that a text like "uniform" or "self_weighted:0.7" names."""
     name, colon, share = text.partition(":")
     if name == "uniform" and not colon:
@@ -377,11 +377,11 @@ def _slow_options(config: TrainConfig, codec: js.codecs.Codec | None) -> dict[st
         "sync_every": own.slow_every,
         "shard_state": shards,
         "codec": codec if own.exact_average else None,
-        **_spread(own),
+        **_fragment_options(own),
     }
 
 
-def _spread(config: AlgorithmConfig) -> dict[str, Any]:
+def _fragment_options(config: AlgorithmConfig) -> dict[str, Any]:
     return {x: getattr(config, x) for x in ("fragments", "delay", "merge", "inner_state")}
 
 
@@ -391,12 +391,12 @@ def _local_sgd(config: TrainConfig, **options: Any) -> js.ParameterTransform:
 
 def _sgp(config: TrainConfig, codec: js.codecs.Codec | None, local: Any) -> Any:
     own = config.algorithm
-    with arguments(num_nodes="replicas", name="graph"):
+    with argument_errors(num_nodes="replicas", name="graph"):
         return js.sgp(
             "replica",
             # No function that closes over `config`, in which processes differ.
             graph=functools.partial(make_graph, own.graph, peers_per_step=own.peers_per_step),
-            mixing=mixing_of(own.mixing),
+            mixing=parse_mixing(own.mixing),
             overlap=own.overlap,
             codec=cast("js.codecs.Half | None", codec),
             **local,
@@ -409,7 +409,7 @@ def _sync(config: TrainConfig, schedule: optax.Schedule) -> js.ParameterTransfor
     local: dict[str, Any] = {}
     if "device" in config.mesh.sizes:
         local = {"local_axis_name": "device"}
-    codec, kind = codec_of(own.codec), own.algorithm
+    codec, kind = parse_codec(own.codec), own.algorithm
     if config.island.islands is not None:
         # The codec is that of rounds: what replicas of an island send each other stays whole.
         base = _local_sgd(config, **local) if kind == "slowmo" else None
@@ -417,11 +417,11 @@ def _sync(config: TrainConfig, schedule: optax.Schedule) -> js.ParameterTransfor
     if kind == "all_reduce":
         return None
     if kind == "local_sgd":
-        return _local_sgd(config, codec=codec, **local, **_spread(own))
+        return _local_sgd(config, codec=codec, **local, **_fragment_options(own))
     if kind == "sgp":
         return _sgp(config, codec, local)
     if kind == "diloco":
-        with arguments(sync_every="slow_every"):
+        with argument_errors(sync_every="slow_every"):
             return js.diloco(
                 "replica", outer_optimizer=_outer_sgd(own), **local, **_slow_options(config, codec)
             )
@@ -429,7 +429,7 @@ def _sync(config: TrainConfig, schedule: optax.Schedule) -> js.ParameterTransfor
         base = _local_sgd(config, codec=codec, **local)
     else:
         base = _sgp(config, codec, local)
-    with arguments(sync_every="slow_every", momentum="slow_momentum"):
+    with argument_errors(sync_every="slow_every", momentum="slow_momentum"):
         return js.slowmo(
             "replica",
             base=base,
@@ -461,7 +461,7 @@ def make_step(config: TrainConfig, loss_fn: Any, mesh: Any, **options: Any) -> j
       CommandError: the library refuses an argument.
     """
     own, schedule, gradients = config.algorithm, learning_rate_schedule(config), None
-    with arguments():
+    with argument_errors():
         sync = _sync(config, schedule)
         if own.algorithm == "all_reduce":
             size = round(own.bucket_mib * 2**20)
@@ -546,7 +546,7 @@ def join_islands(config: TrainConfig) -> "js.islands.Island | None":
     if logging.lastResort is not None:  # its lines on stderr, as they are, and once
         logger.addHandler(logging.lastResort)
         logger.propagate = False
-    with island_errors(), arguments(sync_every="slow_every", momentum="slow_momentum"):
+    with island_errors(), argument_errors(sync_every="slow_every", momentum="slow_momentum"):
         optimizer = _outer_sgd(own)
         if own.algorithm == "slowmo":
             # With a rate of 1, since islands are at different points of the schedule.
@@ -561,7 +561,7 @@ def join_islands(config: TrainConfig) -> "js.islands.Island | None":
             delay=own.delay,
             quorum=island.quorum,
             deadline_seconds=island.deadline_seconds,
-            codec=codec_of(own.codec),
+            codec=parse_codec(own.codec),
             late=island.late,
             merge=own.merge,
         )

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO
 
 from .._support.files import complete_steps
-from ._config import LaunchConfig, TrainConfig, arguments, read
+from ._config import LaunchConfig, TrainConfig, argument_errors, read_config
 from ._errors import (
     FINAL,
     INTERRUPTED,
@@ -34,7 +34,14 @@ from ._errors import (
     CommandError,
 )
 from ._folder import RunFolder
-from ._processes import CHILD, RUNTIME_LOG, handling, is_one_of_several, known_processes, pass_on
+from ._processes import (
+    CHILD,
+    RUNTIME_LOG,
+    is_one_of_several,
+    known_processes,
+    signal_handlers,
+    write_stderr,
+)
 
 _FIRST_WAIT, _LONGEST_WAIT = 1, 60  # seconds
 # A run that has failed this often at one step will fail there again.
@@ -85,7 +92,7 @@ class Restarts:
         # Checkpoints of an earlier run in the folder, which --overwrite deletes.
         self._old = _checkpoint_ids(folder)
 
-    def after(self, ended: EndOfStart) -> tuple[int | None, str]:
+    def next_start(self, ended: EndOfStart) -> tuple[int | None, str]:
         """Return the seconds until the next start (None: no start), and words for the user."""
         if ended.is_final:
             return None, ""
@@ -93,7 +100,7 @@ class Restarts:
         if self._saved is not None and (earlier is None or self._saved > earlier):
             self._left, self._wait = self._most, _FIRST_WAIT
         if not ended.is_late:
-            place = self._folder.last_recorded()
+            place = self._folder.newest_record_step()
             place = self._saved if place is None else place
             self._at_place = self._at_place + 1 if place == self._place else 1
             self._place = place
@@ -106,7 +113,7 @@ class Restarts:
         self._left -= 1
         return wait, f"starting again in {wait} s (restarts left: {self._left})"
 
-    def resuming(self, arguments: Sequence[str]) -> list[str]:
+    def resume_arguments(self, arguments: Sequence[str]) -> list[str]:
         """Return the arguments of a start that goes on from the last checkpoint."""
         if _OVERWRITE in arguments and self._old & _checkpoint_ids(self._folder):
             # The run failed before it had deleted the old run, which must not be resumed.
@@ -203,9 +210,9 @@ def keep_running(
       error that the signal did not cause, else 143.
     """
 
-    def say(*parts: str) -> None:
+    def print_line(*parts: str) -> None:
         # One write for the whole line, because other processes write to stderr, too.
-        pass_on(f"{speaker}: {'; '.join(filter(None, parts))}\n")
+        write_stderr(f"{speaker}: {'; '.join(filter(None, parts))}\n")
 
     folder = RunFolder(out)
     arguments, again, ended = list(argv), Restarts(folder, restarts), None
@@ -216,16 +223,16 @@ def keep_running(
                 return ended.code
             if children.received is not None:
                 break
-            wait, plan = again.after(ended)
+            wait, plan = again.next_start(ended)
             if plan or not ended.is_reported:
-                say(ended.what, folder.last_saved(), plan)
+                print_line(ended.what, folder.describe_checkpoint(), plan)
             if wait is None:
                 return ended.code
             children.pause(wait)
-            arguments = again.resuming(arguments)
+            arguments = again.resume_arguments(arguments)
         if children.received == signal.SIGINT:
             return INTERRUPTED
-        say("ended by SIGTERM", folder.last_saved())
+        print_line("ended by SIGTERM", folder.describe_checkpoint())
         return TERMINATED
 
 
@@ -250,7 +257,7 @@ class Children(contextlib.ExitStack):
         self._children: list[_Child] = []
 
     def __enter__(self) -> "Children":
-        self.enter_context(handling({signal.SIGINT: self._end, signal.SIGTERM: self._end}))
+        self.enter_context(signal_handlers({signal.SIGINT: self._end, signal.SIGTERM: self._end}))
         return self
 
     def run(self, commands: dict[str, list[str]], patience: float) -> EndOfStart:
@@ -307,7 +314,7 @@ class Children(contextlib.ExitStack):
 class _Child:
     """A process that runs `jaxslowmo`, and whose stderr a thread passes on.
 
-    What C++ writes to stderr after the child has called `part_from_runtime`, such as stack traces,
+    What C++ writes to stderr after the child has called `separate_runtime_stderr`, such as traces,
     goes to `of_runtime` instead.
 
     Args:
@@ -372,7 +379,7 @@ class _Child:
             for line in lines:
                 text = _OF_ANOTHER.sub("", line)
                 if not line.startswith(_PRINTED_ONCE) or text not in self._printed:
-                    pass_on(line)
+                    write_stderr(line)
                 self._printed.add(text)
 
 
@@ -413,7 +420,7 @@ def train_command(config: TrainConfig, words: Sequence[str]) -> int:
     """Train, or supervise the child that trains if there are several processes."""
     is_child, several = CHILD in os.environ, is_one_of_several(config.cluster)
     if several and not is_child and not config.dry_run:
-        with arguments():  # before any process waits for the others
+        with argument_errors():  # before any process waits for the others
             config.check_processes(known_processes(config.cluster) or 2)
         assert config.run.out is not None
         return supervise(words, config.run.out, restarts=config.cluster.restarts)
@@ -439,8 +446,8 @@ def launch_command(config: LaunchConfig, words: Sequence[str]) -> int:
     if refused := [x for x in _SET_BY_LAUNCH for word in words if word.partition("=")[0] == x]:
         raise CommandError(f"{', '.join(refused)} of train: launch decides it")
     # The options of train are checked here once, and not first in every process.
-    command = read(TrainConfig, "jaxslowmo train", words[1:])
-    with arguments():
+    command = read_config(TrainConfig, "jaxslowmo train", words[1:])
+    with argument_errors():
         command.check_processes(max(2, config.processes))
     assert command.run.out is not None
     patience = command.cluster.heartbeat_timeout

@@ -11,24 +11,24 @@ from rich.console import Console
 from jaxslowmo.data import read_corpus
 from jaxslowmo.models import num_parameters
 
-from ._agreement import clear, opened
-from ._config import TrainConfig, arguments
+from ._agreement import clear_folder, open_run
+from ._config import TrainConfig, argument_errors
 from ._errors import EXIT_CODES
 from ._folder import RunFolder
 from ._processes import ALONE, Cluster, is_one_of_several, known_processes
 from ._record import (
     Reporter,
-    emitted,
     facts_table,
     format_bytes,
     format_count,
     format_loss,
+    print_lines,
+    report_collectives,
     run_table,
-    say,
 )
 from ._run import Job, RunResult
-from ._setup import Model, Text, ask_for_devices, choose_devices, join_islands, make_step
-from ._watch import Watch, failing_together, join_cluster
+from ._setup import Model, Text, choose_devices, join_islands, make_step, set_cpu_devices
+from ._watch import Watch, join_cluster, propagate_failures
 
 
 def train(config: TrainConfig) -> int:
@@ -40,25 +40,25 @@ def train(config: TrainConfig) -> int:
     if not is_one_of_several(config.cluster):
         return _train(config, ALONE)
     assert config.run.out is not None  # checked by the parent
-    ask_for_devices(config, known_processes(config.cluster))
-    cluster, saved = join_cluster(config.cluster), RunFolder(config.run.out).last_saved
+    set_cpu_devices(config, known_processes(config.cluster))
+    cluster, saved = join_cluster(config.cluster), RunFolder(config.run.out).describe_checkpoint
     watch = Watch(cluster.index, cluster.count, config.cluster.stall_timeout, saved)
-    with failing_together(watch):
+    with propagate_failures(watch):
         return _train(config, dataclasses.replace(cluster, watch=watch))
 
 
 def _train(config: TrainConfig, cluster: Cluster) -> int:
     with contextlib.ExitStack() as stack:
-        with arguments():
+        with argument_errors():
             devices = choose_devices(config, cluster)
             model, corpus = Model(config, devices.mesh), read_corpus(config.data.data)
             text = Text(config, corpus, devices.mesh)
-            folder, config = stack.enter_context(opened(config, corpus.fingerprint, cluster))
+            folder, config = stack.enter_context(open_run(config, corpus.fingerprint, cluster))
             del corpus  # it may be large, and `text` is what this process needs of it
             island = join_islands(config)
             job = Job(config, devices, model, text, cluster=cluster, island=island)
         if config.run.overwrite:  # only now: a wrong call should delete nothing
-            clear(config, folder, cluster)
+            clear_folder(config, folder, cluster)
         console = Console(quiet=not cluster.is_first)
         if config.cluster.process_logs and not cluster.is_first:
             path = folder / "logs" / f"process-{cluster.index}.txt"
@@ -66,11 +66,11 @@ def _train(config: TrainConfig, cluster: Cluster) -> int:
             log = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
             console = Console(file=log)
         name, size = job.label, format_count(job.num_parameters)
-        say(console, f"{name}, {size} parameters, {devices.description}", text.description)
+        print_lines(console, f"{name}, {size} parameters, {devices.description}", text.description)
         reporter = Reporter(console, name, config.run.steps, would=devices.is_virtual)
         result = job.run(config, folder, reporter, saves=True)
         if island is not None and cluster.is_first:
-            say(console, f"Island {island.name}: {island.report()}")
+            print_lines(console, f"Island {island.name}: {island.report()}")
         if cluster.is_first:
             from ._figures import draw_loss  # loads matplotlib
 
@@ -83,17 +83,19 @@ def _conclude(console: Console, result: RunResult, folder: RunFolder) -> None:
     console.print(run_table(result.summary))
     summary = result.summary
     if result.statistics:
-        say(console, str(result.statistics))
+        print_lines(console, str(result.statistics))
     if result.status == "diverged":
         advice = "lower --learning-rate or lengthen --warmup"
-        say(console, f"The loss is not finite at step {summary['steps']}: {advice}.")
+        print_lines(console, f"The loss is not finite at step {summary['steps']}: {advice}.")
     if summary["stopped_early"]:
         loss = format_loss(summary["best_validation_loss"])
         best = f"the smallest validation loss, {loss}, was that of step {summary['best_step']}"
-        say(console, f"Stopped early: {best}. A resumed run with a larger patience goes on.")
-    if result.was_stopped and result.saved is not None:
-        say(console, f"Saved at step {result.saved}; --resume goes on from there.")
-    say(console, f"Results in {folder.path}")
+        print_lines(
+            console, f"Stopped early: {best}. A resumed run with a larger patience goes on."
+        )
+    if result.got_signal and result.saved is not None:
+        print_lines(console, f"Saved at step {result.saved}; --resume goes on from there.")
+    print_lines(console, f"Results in {folder.path}")
 
 
 def dry_run(config: TrainConfig) -> int:
@@ -105,7 +107,7 @@ def dry_run(config: TrainConfig) -> int:
       CommandError: `train` would refuse the options, or there are too few devices.
     """
     console = Console()
-    with arguments():
+    with argument_errors():
         devices = choose_devices(config)
         model = Model(config, devices.mesh)
         step = make_step(config, model.loss_fn, devices.mesh)
@@ -142,6 +144,6 @@ def dry_run(config: TrainConfig) -> int:
     console.print(facts_table(facts, title=config.algorithm.algorithm))
     rows = config.mesh.num_replicas * config.data.batch
     batch = np.zeros((rows, model.config.context_length + 1), np.uint8)
-    say(console, "What a step sends, as bytes that go into each collective on one device:")
-    say(console, str(emitted(step, state, batch)))
+    print_lines(console, "What a step sends, as bytes that go into each collective on one device:")
+    print_lines(console, str(report_collectives(step, state, batch)))
     return 0

@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 
 import jax
 
-from .._support.coordinator import NoNoteError, tell, told, wait_for
+from .._support.coordinator import NoNoteError, read_note, wait_for_note, write_note
 from ._config import ClusterConfig
 from ._errors import FAILED, TERMINATED, TOO_LATE, TRY_AGAIN, CommandError, code_of, describe
-from ._processes import Cluster, bind_address, part_from_runtime, pass_on
+from ._processes import Cluster, bind_address, separate_runtime_stderr, write_stderr
 
 # Errors of the runtime that no other process causes, such as a device without free memory.
 _LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
@@ -73,9 +73,9 @@ class Watch:
         self._index, self._count, self._stall = index, count, stall
         self._last_saved = last_saved
         self._steps = 0
-        self._saving: Callable[[], int] = int
+        self._bytes_written: Callable[[], int] = int
         self._shortest: dict[Hashable, float] = {}
-        self._stepped: float | None = None
+        self._last_step_time: float | None = None
         self._longest_besides = 0.0
         self._is_besides = False
         self._over = threading.Event()
@@ -95,13 +95,13 @@ class Watch:
         Each kind is timed separately, since steps with an exchange may take much longer.
         """
         now = time.monotonic()
-        if self._stepped is not None:
+        if self._last_step_time is not None:
             shortest = self._shortest.get(kind, math.inf)
-            self._shortest[kind] = min(now - self._stepped, shortest)
-        self._stepped, self._steps = now, self._steps + 1
+            self._shortest[kind] = min(now - self._last_step_time, shortest)
+        self._last_step_time, self._steps = now, self._steps + 1
 
     @contextlib.contextmanager
-    def besides_steps(self) -> Iterator[None]:
+    def outside_steps(self) -> Iterator[None]:
         """Run the block as work that may take longer than a step, such as an evaluation."""
         self._is_besides, began = True, time.monotonic()
         try:
@@ -109,55 +109,61 @@ class Watch:
         finally:
             self._is_besides = False
             self._longest_besides = max(self._longest_besides, time.monotonic() - began)
-            self._stepped = None  # the interval to the next step does not measure a step
+            self._last_step_time = None  # the interval to the next step does not measure a step
 
-    def follow(self, written: Callable[[], int]) -> None:
+    def watch_save(self, written: Callable[[], int]) -> None:
         """Use `written`, which counts the bytes of a save in progress, as a sign of progress."""
-        self._saving = written
+        self._bytes_written = written
 
-    def leave(self, code: int, line: str) -> NoReturn:
+    def exit_with(self, code: int, line: str) -> NoReturn:
         """End this process, and tell the others why; they end with the same code."""
         # Without a coordinator no note can be left, and the runtime ends all processes.
         with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError, NoNoteError):
-            tell(_FAILED, json.dumps([self._index, code, line]))
+            write_note(_FAILED, json.dumps([self._index, code, line]))
             if self._index == 0:
                 deadline = time.monotonic() + _SEEN_SECONDS
-                failed = json.loads(told(_FAILED) or "[0]")[0]
+                failed = json.loads(read_note(_FAILED) or "[0]")[0]
                 for other in set(range(1, self._count)) - {failed}:
-                    wait_for(f"{_SEEN}/{other}", max(0.0, deadline - time.monotonic()))
+                    wait_for_note(f"{_SEEN}/{other}", max(0.0, deadline - time.monotonic()))
                 time.sleep(_LEAVE_SECONDS)
             else:
-                tell(f"{_SEEN}/{self._index}", "")
+                write_note(f"{_SEEN}/{self._index}", "")
         os._exit(code)
 
-    def follow_failed(self) -> None:
+    def follow_failure(self) -> None:
         """End this process with the code of another one that has reported a failure, if any."""
-        if note := told(_FAILED):
+        if note := read_note(_FAILED):
             index, code, line = json.loads(note)
-            pass_on(f"error: process {index} has ended: {line}\n")
-            self.leave(code, line)  # also announces it, before the coordinator is gone
+            write_stderr(f"error: process {index} has ended: {line}\n")
+            self.exit_with(code, line)  # also announces it, before the coordinator is gone
 
     def _run(self) -> None:
         stop_requested, parent = False, os.getppid()
-        marks, since = self._marks(False), time.monotonic()
+        marks, since = self._progress_counters(False), time.monotonic()
         while not self._over.wait(max(_LOOK_SECONDS, self._count / _LOOKS_OF_ALL)):
             if os.getppid() != parent:  # nobody would report on this process
                 os._exit(128 + signal.SIGKILL)
             try:
-                self.follow_failed()
-                stop_requested = stop_requested or told(_PREEMPTED) is not None
+                self.follow_failure()
+                stop_requested = stop_requested or read_note(_PREEMPTED) is not None
             except (jax.errors.JaxRuntimeError, RuntimeError):
                 continue  # the coordinator is gone: the runtime ends this process
-            now = self._marks(stop_requested or time.monotonic() - since > _LONG_SECONDS)
+            now = self._progress_counters(
+                stop_requested or time.monotonic() - since > _LONG_SECONDS
+            )
             if now != marks:
                 marks, since = now, time.monotonic()
             still = time.monotonic() - since
-            if stop_requested and still > self._longest():
-                self._end(TERMINATED, f"asked to stop, and nothing has advanced for {still:.0f} s")
+            if stop_requested and still > self._time_limit():
+                self._exit_without_progress(
+                    TERMINATED, f"asked to stop, and nothing has advanced for {still:.0f} s"
+                )
             if self._stall and still > self._stall:
-                self._end(TRY_AGAIN, f"nothing has advanced for {still:.0f} s (stall_timeout)")
+                self._exit_without_progress(
+                    TRY_AGAIN, f"nothing has advanced for {still:.0f} s (stall_timeout)"
+                )
 
-    def _longest(self) -> float:
+    def _time_limit(self) -> float:
         """Return the seconds that the present work of the main thread may take."""
         # The shortest step of each kind, since the first ones may include compilation.
         usual = max([0.0, *self._shortest.values()])
@@ -165,22 +171,24 @@ class Watch:
             usual = self._longest_besides or _FIRST_SECONDS / _USUAL
         return max(_STOP_SECONDS, _USUAL * usual)
 
-    def _marks(self, looks_at_disk: bool) -> tuple[int, int, int]:
+    def _progress_counters(self, looks_at_disk: bool) -> tuple[int, int, int]:
         """Return numbers that change whenever steps or a save advance.
 
         A save writes bytes, or uses CPU time to compress them.
         """
-        written = _within(_DISK_SECONDS, self._saving, 0) if looks_at_disk else 0
+        written = _call_with_timeout(_DISK_SECONDS, self._bytes_written, 0) if looks_at_disk else 0
         return self._steps, written, int(time.process_time()) if written else 0
 
-    def _end(self, code: int, what: str) -> NoReturn:
-        saved = _within(_DISK_SECONDS, self._last_saved, "the checkpoints cannot be looked at")
+    def _exit_without_progress(self, code: int, what: str) -> NoReturn:
+        saved = _call_with_timeout(
+            _DISK_SECONDS, self._last_saved, "the checkpoints cannot be looked at"
+        )
         line = f"{what}; {saved}"
-        pass_on(f"error: {line}\n")
-        self.leave(code, line)
+        write_stderr(f"error: {line}\n")
+        self.exit_with(code, line)
 
 
-def _within(seconds: float, call: Callable[[], Any], otherwise: Any) -> Any:
+def _call_with_timeout(seconds: float, call: Callable[[], Any], otherwise: Any) -> Any:
     """Return the result of a call, or `otherwise` if a file server does not answer in time."""
     results: list[Any] = []
     thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
@@ -198,9 +206,9 @@ def join_cluster(config: ClusterConfig) -> Cluster:
       CommandError: the launcher is not found, or process 0 cannot listen at its address.
     """
     seconds = config.startup_timeout
-    late = threading.Timer(seconds, _end_late, [seconds])
+    late = threading.Timer(seconds, _exit_late, [seconds])
     late.daemon = True
-    part_from_runtime()
+    separate_runtime_stderr()
     late.start()
     try:
         jax.distributed.initialize(
@@ -219,13 +227,13 @@ def join_cluster(config: ClusterConfig) -> Cluster:
     return Cluster(jax.process_index(), jax.process_count())
 
 
-def _end_late(seconds: float) -> NoReturn:
-    pass_on(f"error: not all processes came together within {seconds} s (startup_timeout)\n")
+def _exit_late(seconds: float) -> NoReturn:
+    write_stderr(f"error: not all processes came together within {seconds} s (startup_timeout)\n")
     os._exit(TOO_LATE)
 
 
 @contextlib.contextmanager
-def failing_together(watch: Watch) -> Iterator[None]:
+def propagate_failures(watch: Watch) -> Iterator[None]:
     """Run the block in one of several processes, so that an error in one ends all of them.
 
     An error is reported to the others before this process ends: at its end it would wait for them
@@ -237,21 +245,21 @@ def failing_together(watch: Watch) -> Iterator[None]:
             yield
             jax.distributed.shutdown()  # waits for the others; `watch` still runs
     except Exception as error:
-        if lost_a_peer(error):
+        if is_peer_failure(error):
             # A process that fails leaves its note first; only then it ends, and the exchange fails.
             with contextlib.suppress(jax.errors.JaxRuntimeError, RuntimeError):
-                watch.follow_failed()
+                watch.follow_failure()
             traceback.print_exc(file=sys.__stderr__)  # beside the words of the runtime
             os.abort()
         code, line = code_of(error), describe(error)
         if code == FAILED and not isinstance(error, CommandError):
             traceback.print_exc()
         else:
-            pass_on(f"error: {line}\n")
-        watch.leave(code, line)
+            write_stderr(f"error: {line}\n")
+        watch.exit_with(code, line)
 
 
-def lost_a_peer(error: BaseException | None) -> bool:
+def is_peer_failure(error: BaseException | None) -> bool:
     """Return whether a lost process may have caused an error, or one of its causes.
 
     The runtime has no type of error for it. The texts are those of jax 0.10 to 0.12.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._support.types import AxisName
-from ..mesh import axis_size, is_of_devices, sum_over
+from ..mesh import axis_size, is_device_axis, sum_over
 from ._permute import all_gather_under_vmap
 from ._scatter import gather_slices, in_slices, scatter_mean_of
 from .codecs import Codec
@@ -22,7 +22,7 @@ def exchange(packed: jax.Array, axis_name: AxisName) -> jax.Array:
 
     Communication: one all-to-all of `packed` over `axis_name`.
     """
-    if is_of_devices(axis_name):
+    if is_device_axis(axis_name):
         return lax.all_to_all(packed, axis_name, 0, 0, tiled=True)
     # vmap exchanges over one axis at a time; its all-gather sends nothing.
     return all_gather_under_vmap(packed, axis_name)[:, lax.axis_index(axis_name)]

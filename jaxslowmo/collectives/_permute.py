@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from .._support.types import AxisName
-from ..mesh import axis_names, axis_size, between_cpu_processes, is_of_devices
+from ..mesh import axis_names, axis_size, is_between_cpu_processes, is_device_axis
 
 # When two processes swap large messages over one TCP connection, acknowledgements wait for the
 # data of the other direction. Swapping 5.4 MB between hosts at 200 Mbit/s took 430 ms in one piece,
@@ -33,9 +33,9 @@ def permute(x: jax.Array, axis_name: AxisName, permutation: Permutation) -> jax.
     Communication: one collective-permute of `x` over `axis_name`; only the pairs in `permutation`
       send. Between processes on CPU it runs in pieces of 256 KiB, one after the other.
     """
-    if is_of_devices(axis_name):
+    if is_device_axis(axis_name):
         axis, pairs = _in_mesh_order(axis_name, permutation)
-        if x.nbytes > _PIECE_BYTES and between_cpu_processes(axis_name):
+        if x.nbytes > _PIECE_BYTES and is_between_cpu_processes(axis_name):
             return _in_pieces(lambda piece: lax.ppermute(piece, axis, pairs), x)
         return lax.ppermute(x, axis, pairs)
     # vmap permutes only whole axes, and one at a time; its all-gather sends nothing.

@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName
 from .._support.varying import checks_varying, tracks_types
-from ..mesh import axis_names, axis_size, between_cpu_processes, platform, sum_over
+from ..mesh import axis_names, axis_size, is_between_cpu_processes, platform, sum_over
 from ._permute import permute
 from .codecs import Codec
 
@@ -168,7 +168,7 @@ def _scatter_sum(shards: jax.Array, axis_name: AxisName) -> jax.Array:
         if size == 1:
             shards = stage[0]
             continue
-        if between_cpu_processes(name):
+        if is_between_cpu_processes(name):
             shards = ring_scatter_sum(stage, name)
             continue
         # With whole lanes and joined rows the TPU compiler keeps a true reduce-scatter.

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from .._support.checks import check_choice, check_names, checked_int
 from .._support.types import PyTree
 from ..gradients.sparse import RowGradient, add_in_order, distinct_rows
-from ..mesh import axis_size, is_bound, is_shared, replica_count, sum_over
+from ..mesh import axis_size, is_bound, is_shared_leaf, replica_count, sum_over
 from ..transform import isolated
 from ..tree import leaf_names
 from ._bags import Bags, bags_of, pool
@@ -275,7 +275,7 @@ class Embeddings:
             ids = [b.ids for b in by_feature.values()]
             if all(isinstance(i, np.ndarray) for i in ids):
                 place = self.layout().places[name]
-                ids = [np.repeat(i, number, axis=0) if is_shared(i) else i for i in ids]
+                ids = [np.repeat(i, number, axis=0) if is_shared_leaf(i) else i for i in ids]
                 if wrong := [len(i) for i in ids if len(i) % number]:
                     raise ValueError(
                         f"{OWNER}: the batch of table {name!r} is split into {number} equal "

@@ -22,11 +22,11 @@ from ..mesh import (
     AnyMesh,
     array_from_host,
     axis_names,
-    has_a_device_each,
+    has_device_per_position,
     key_bits,
     map_replicas,
-    on_every_device,
     placement,
+    put_on_all_devices,
     replica_count,
     replicate,
 )
@@ -94,7 +94,7 @@ def tables_for_mesh(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) 
             f"`embeddings` are sharded over {axis!r}, a replica axis of this step: every replica "
             "has its own tables, sharded over an axis inside the replica."
         )
-    if has_a_device_each(mesh):
+    if has_device_per_position(mesh):
         return embeddings
     if mesh.shape[axis] > 1:
         raise ValueError(
@@ -122,7 +122,7 @@ def replicate_tables(
     Communication: none.
     """
     if tables is None:
-        bits = on_every_device(key_bits(seed), mesh)
+        bits = put_on_all_devices(key_bits(seed), mesh)
         return _init_tables_fn(embeddings, mesh, axis_name)(bits)
     stores = embeddings.layout().stores
     shapes = {name: (store.num_rows, store.dim) for name, store in stores.items()}

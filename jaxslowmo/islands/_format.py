@@ -30,7 +30,7 @@ RUN = "run.json"
 MAX_JSON = 1 << 20
 MAX_HEADER = 1 << 26  # bytes that may describe the arrays of an object, and of run.json
 _OWN_HEADER = 1 << 16  # those of them that name no array
-_MARK = "islands"
+_HEADER_KEY = "islands"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -49,38 +49,38 @@ def checked_name(name: Any) -> str:
     return name
 
 
-def folder_of(number: int) -> str:
+def round_folder(number: int) -> str:
     """Return the folder of a round."""
     return f"rounds/{number:08d}"
 
 
-def manifest_of(number: int) -> str:
+def manifest_key(number: int) -> str:
     """Return the key of a round's manifest."""
-    return f"{folder_of(number)}/manifest.json"
+    return f"{round_folder(number)}/manifest.json"
 
 
-def part_of(number: int, island: str, process: str, kind: str = "part") -> str:
+def part_key(number: int, island: str, process: str, kind: str = "part") -> str:
     """Return the key of a part, or of another kind of object of an island in a round."""
-    return f"{folder_of(number)}/{kind}-{island}-{process}"
+    return f"{round_folder(number)}/{kind}-{island}-{process}"
 
 
-def missing_of(part: str) -> str:
+def missing_key(part: str) -> str:
     """Return the key of the object by which all islands leave out a part that was lost."""
     return part.replace("/part-", "/missing-")
 
 
-def snapshot_of(number: int, digest: str) -> str:
+def snapshot_key(number: int, digest: str) -> str:
     """Return the key of a snapshot of the anchor before a round."""
     return f"snapshots/{number:08d}-{digest[:16]}"
 
 
-def number_of(key: str) -> int | None:
+def parse_round(key: str) -> int | None:
     """Return the number of a round's folder or of a snapshot; None for another key."""
     found = re.fullmatch(r"(?:rounds|snapshots)/(\d{8})(?:[/-].*)?", key)
     return int(found[1]) if found else None
 
 
-def island_of(key: str, kind: str = "part") -> str | None:
+def parse_island(key: str, kind: str = "part") -> str | None:
     """Return the island that wrote a part, or another kind of object; None for another key."""
     found = re.fullmatch(rf"rounds/\d{{8}}/{kind}-(.+)-[0-9a-f]+", key)
     return found[1] if found and _NAME.fullmatch(found[1]) else None
@@ -142,7 +142,7 @@ class Run(_Record):
     leaves: list[str] = field(default_factory=list)
     max_norm_ratio: float = 10.0
 
-    def mark(self) -> int:
+    def short_id(self) -> int:
         """Return 32 bits of the name, by which states know their run; never 0."""
         return int(self.run[:8], 16) or 1
 
@@ -185,7 +185,7 @@ class Manifest(_Record):
 
     def islands(self) -> list[str]:
         """Return the islands whose parts it lists."""
-        return [island for key in self.parts if (island := island_of(key))]
+        return [island for key in self.parts if (island := parse_island(key))]
 
 
 @dataclass(frozen=True)
@@ -220,22 +220,24 @@ class Note(_Record):
 
 def dump(header: _Record, arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return arrays and their header as safetensors."""
-    return save_arrays(dict(arrays), {_MARK: header.dumps()})
+    return save_arrays(dict(arrays), {_HEADER_KEY: header.dumps()})
 
 
-def head_of(data: bytes, kind: type[Any]) -> Any:
+def parse_header(data: bytes, kind: type[Any]) -> Any:
     """Return the header of safetensors; raise `FormatError` for anything else."""
     size = int.from_bytes(data[:8], "little")
     if len(data) < 8 or size > min(MAX_HEADER, len(data) - 8):
         raise FormatError("no safetensors")
     try:
-        text = json.loads(data[8 : 8 + size])["__metadata__"][_MARK]
+        text = json.loads(data[8 : 8 + size])["__metadata__"][_HEADER_KEY]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise FormatError("safetensors without a header of islands") from error
     return kind.loads(text)
 
 
-def arrays_of(data: bytes, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> list[np.ndarray]:
+def parse_arrays(
+    data: bytes, shapes: Mapping[str, tuple[tuple[int, ...], Any]]
+) -> list[np.ndarray]:
     """Return the arrays of safetensors in this order; raise `FormatError` unless they are these."""
     try:
         arrays = load_arrays(data)
@@ -247,7 +249,7 @@ def arrays_of(data: bytes, shapes: Mapping[str, tuple[tuple[int, ...], Any]]) ->
     return [arrays[name] for name in shapes]
 
 
-def limit_of(shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> int:
+def max_num_bytes(shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> int:
     """Return the largest size in bytes of an object that holds these arrays.
 
     Raises:
@@ -273,6 +275,6 @@ def sha256(*buffers: Any) -> str:
     return digest.hexdigest()
 
 
-def described(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[str]:
+def leaf_descriptions(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[str]:
     """Return a text for each leaf of a model."""
     return [f"{n}[{','.join(map(str, s))}]" for n, s in zip(names, shapes, strict=True)]

@@ -22,7 +22,7 @@ from .._support.checks import ArgumentError, as_number, checked_int
 from ..algorithms import shares_of_gossip
 from ..collectives.codecs import Codec
 from ..embedding import WithTables
-from ..mesh import array_from_host, axis_names, consensus, on_every_device, virtual_mesh
+from ..mesh import array_from_host, axis_names, consensus, put_on_all_devices, virtual_mesh
 from ..transform import (
     Every,
     ParameterTransform,
@@ -32,14 +32,14 @@ from ..transform import (
     shifted_copies,
 )
 from ..tree import Staged, leaf_names, parts_of
-from ._format import Run, checked_name, described
-from ._member import IslandState, transform
+from ._format import Run, checked_name, leaf_descriptions
 from ._optimizer import HostOptimizer, checked_optimizer
 from ._rounds import Outcome, Rounds, Rules
-from ._run import compare, read_run
+from ._run import check_settings, read_run
 from ._status import Status, status
-from ._store import Clock, IslandsError, ObjectStore, Store, parsed
-from ._wire import Wire, divided, joined
+from ._store import Clock, IslandsError, ObjectStore, Store, parse_url
+from ._transform import IslandState, transform
+from ._wire import Wire, concatenate, split_like
 
 if TYPE_CHECKING:
     from ..train import TrainState
@@ -96,12 +96,12 @@ class Island:
         say: Callable[[str], None],
     ) -> None:
         self.name, self._schedule, self._delay = rules.name, schedule, delay
-        self.every = _TakesEarlier(**vars(schedule), delay=delay) if delay else schedule
+        self.every = _DelayedEvery(**vars(schedule), delay=delay) if delay else schedule
         self._store, self._rules, self._optimizer = store, rules, optimizer
         self._codec, self._merge, self._weight = codec, merge, weight
-        self._agreed, self._say = agreed, say
+        self._settings, self._say = agreed, say
         self._rounds: Rounds | None = None
-        self._flight: _Flight | None = None
+        self._background: _BackgroundExchange | None = None
         self._exchanges = 0
         self._has_joined = False
         self.round = 0
@@ -166,100 +166,106 @@ class Island:
           of I islands: one part of the codec's bytes there, I - 1 parts from there, and some small
           requests; see `report`.
         """
-        _check(state)
-        values, member = _mean_of_replicas(state), _member(state)
-        if self._has_joined and self._takes(_number_of(state.step)):
-            self._take(state, values)
+        _check_state(state)
+        values, island_state = _replica_mean(state), _island_state(state)
+        if self._has_joined and self._starts_exchange(_replicated_int(state.step)):
+            self._start_exchange(state, values)
             return state
-        saved = None if member is None else _Place(*map(_number_of, member[:3]))
-        run = functools.partial(self._exchanged, state, values, saved, member)
-        moved = run() if jax.process_count() == 1 else _from_first_process(run, values)
+        saved = None if island_state is None else _Position(*map(_replicated_int, island_state[:3]))
+        run = functools.partial(self._join_or_exchange, state, values, saved, island_state)
+        result = run() if jax.process_count() == 1 else _broadcast_result(run, values)
         self._has_joined = True
-        if moved is None:
+        if result is None:
             self.round = self.round if saved is None else saved.round
             return state
-        self.round = moved.place.round
-        state = _moved(state, moved.target, self._merge if moved.is_in else 0.0)
-        return state if member is None else _with_place(state, member, moved)
+        self.round = result.position.round
+        state = _move_replicas(state, result.target, self._merge if result.is_counted else 0.0)
+        return state if island_state is None else _with_position(state, island_state, result)
 
-    def _exchanged(
+    def _join_or_exchange(
         self,
         state: "TrainState",
         values: list[np.ndarray],
-        saved: "_Place | None",
-        member: IslandState | None,
-    ) -> "_Moved | None":
+        saved: "_Position | None",
+        island_state: IslandState | None,
+    ) -> "_ExchangeResult | None":
         """Return where all processes go on; None: as they are. The first process calls it."""
-        rounds, updates = self._rounds, _number_of(state.step)
+        rounds, updates = self._rounds, _replicated_int(state.step)
         if rounds is not None:
-            outcome = self._round(rounds, state, values)
+            outcome = self._run_exchange(rounds, state, values)
         else:
-            rounds = self._joined(state.params, values, saved.run if saved else 0)
+            rounds = self._join_run(state.params, values, saved.run if saved else 0)
             if updates and not (saved and saved.run):
                 self._say(f"joins after {updates} updates, which are not part of the run")
             outcome: Outcome | None = Outcome(rounds.anchor)
-            if saved is not None and member is not None and saved.run:
-                lost = [np.asarray(x.addressable_data(0))[0] for x in jax.tree.leaves(member.lost)]
-                outcome = rounds.resume(saved.round, values, joined(lost) if lost else None)
+            if saved is not None and island_state is not None and saved.run:
+                lost = [
+                    np.asarray(x.addressable_data(0))[0] for x in jax.tree.leaves(island_state.lost)
+                ]
+                outcome = rounds.resume(saved.round, values, concatenate(lost) if lost else None)
             self._rounds = rounds
             if outcome is None and saved and updates > saved.exchanged:
-                if self._takes(updates):
-                    self._take(state, values)
+                if self._starts_exchange(updates):
+                    self._start_exchange(state, values)
                 elif self.due(updates):
-                    outcome = self._round(rounds, state, values)
+                    outcome = self._run_exchange(rounds, state, values)
         if outcome is None:
             return None
         target = outcome.anchor.values
-        if outcome.rest is not None:
-            target = divided(joined(target) - outcome.rest, target)
-        place = _Place(rounds.run.mark(), outcome.anchor.round, updates)
-        lost = None if rounds.lost is None else divided(rounds.lost, target)
-        return _Moved(target, place, lost, outcome.is_in)
+        if outcome.remainder is not None:
+            target = split_like(concatenate(target) - outcome.remainder, target)
+        position = _Position(rounds.run.short_id(), outcome.anchor.round, updates)
+        lost = None if rounds.residual is None else split_like(rounds.residual, target)
+        return _ExchangeResult(target, position, lost, outcome.is_counted)
 
-    def _takes(self, t: int) -> bool:
+    def _starts_exchange(self, t: int) -> bool:
         return self._delay > 0 and bool(self._schedule(t + self._delay))
 
-    def _take(self, state: "TrainState", values: list[np.ndarray]) -> None:
-        """Let a thread exchange this state; what was taken before and not used yet stays."""
-        if self._rounds is not None and self._flight is None:
-            self._flight = _Flight(values, self._exchange_of(self._rounds, state, values))
+    def _start_exchange(self, state: "TrainState", values: list[np.ndarray]) -> None:
+        """Let a thread exchange this state, unless an exchange is under way."""
+        if self._rounds is not None and self._background is None:
+            self._background = _BackgroundExchange(
+                values, self._make_exchange(self._rounds, state, values)
+            )
 
-    def _round(
+    def _run_exchange(
         self, rounds: Rounds, state: "TrainState", values: list[np.ndarray]
     ) -> Outcome | None:
         """Exchange, or wait for the exchange under way; a signal that ends the wait leaves it."""
-        flight = self._flight
-        if flight is None:
-            return self._exchange_of(rounds, state, values)()
-        wait([flight.outcome])
-        self._flight = None
-        outcome = flight.outcome.result()
-        return None if outcome is None else rounds.landed(outcome, flight.taken, values)
+        background = self._background
+        if background is None:
+            return self._make_exchange(rounds, state, values)()
+        wait([background.outcome])
+        self._background = None
+        outcome = background.outcome.result()
+        if outcome is None:
+            return None
+        return rounds.add_local_progress(outcome, background.start_values, values)
 
-    def _exchange_of(
+    def _make_exchange(
         self, rounds: Rounds, state: "TrainState", values: list[np.ndarray]
     ) -> Callable[[], Outcome | None]:
         """Return the exchange of this state, which needs none of its buffers any more."""
         self._exchanges += 1
         weight = float(len(state.step) if self._weight is None else self._weight)
-        leaves = described(leaf_names(state.params), [x.shape for x in values])
-        updates = _number_of(state.step)
+        leaves = leaf_descriptions(leaf_names(state.params), [x.shape for x in values])
+        updates = _replicated_int(state.step)
 
         def exchange() -> Outcome | None:
-            compare(rounds.url, rounds.run, replace(self._agreed, leaves=leaves))
+            check_settings(rounds.url, rounds.run, replace(self._settings, leaves=leaves))
             return rounds.exchange(values, weight, updates)
 
         return exchange
 
-    def _joined(self, params: Any, values: list[np.ndarray], known: int) -> Rounds:
+    def _join_run(self, params: Any, values: list[np.ndarray], known: int) -> Rounds:
         """Return the rounds of the run that the store holds, or, if none is known, begins."""
-        store, deadline = self._open, self._rules.deadline_seconds
+        store, deadline = self._required_store, self._rules.deadline_seconds
         tree = jax.tree.structure(params)
         optimizer = HostOptimizer(self._optimizer, jax.tree.unflatten(tree, values))
-        leaves = described(leaf_names(params), [x.shape for x in values])
-        agreed = replace(self._agreed, optimizer=optimizer.text, leaves=leaves)
+        leaves = leaf_descriptions(leaf_names(params), [x.shape for x in values])
+        settings = replace(self._settings, optimizer=optimizer.text, leaves=leaves)
         wire = Wire(self._codec, sum(x.size for x in values))
-        rounds = Rounds(store, self._rules, optimizer, wire, agreed, store.clock, self._say)
+        rounds = Rounds(store, self._rules, optimizer, wire, settings, store.clock, self._say)
         store.patience = min(deadline, _JOIN_SECONDS)
         rounds.join(values, known)
         store.patience = deadline
@@ -267,21 +273,21 @@ class Island:
         return rounds
 
     @property
-    def _open(self) -> Store:
+    def _required_store(self) -> Store:
         if self._store is None:
             raise IslandsError("islands: of the processes of an island only 0 talks to the store.")
         return self._store
 
     def status(self) -> Status:
         """Return the `Status` of the run, as `js.islands.status(url)` does."""
-        return status(self._open.url)
+        return status(self._required_store.url)
 
     def report(self) -> Report:
         """Return what the exchanges so far asked of the store, on average per round.
 
         `js.comm_report` counts what the island's own replicas send each other.
         """
-        traffic, count = self._open.traffic, max(self._exchanges, 1)
+        traffic, count = self._required_store.traffic, max(self._exchanges, 1)
         requests = {kind: n / count for kind, n in sorted(traffic.requests.items())}
         return Report(self._exchanges, requests, traffic.sent / count, traffic.received / count)
 
@@ -345,7 +351,7 @@ def join(
     Source: Douillard et al., "DiLoCo", 2023; Sarfi et al., "SparseLoCo", 2025 (buckets).
     """
     owner = "islands.join"
-    parsed(url)  # raises on all processes alike
+    parse_url(url)  # raises on all processes alike
     optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     if outer_optimizer is not None:
         optimizer = checked_optimizer(outer_optimizer)
@@ -357,15 +363,15 @@ def join(
     rules = Rules(
         checked_name(name),
         quorum=checked_int(f"{owner}: `quorum`", quorum, 1),
-        deadline_seconds=_number(owner, "deadline_seconds", deadline_seconds),
+        deadline_seconds=_checked_number(owner, "deadline_seconds", deadline_seconds),
         late_share=late_share(late),
         snapshot_every=checked_int(f"{owner}: `snapshot_every`", snapshot_every, 1),
         keep=None if keep is None else checked_int(f"{owner}: `keep`", keep, 1),
     )
-    max_norm_ratio = _number(owner, "max_norm_ratio", max_norm_ratio, least=1)
-    if weight is not None and _number(owner, "weight", weight) == 0:
+    max_norm_ratio = _checked_number(owner, "max_norm_ratio", max_norm_ratio, least=1)
+    if weight is not None and _checked_number(owner, "weight", weight) == 0:
         raise ValueError(f"{owner}: `weight` must be above 0, got {weight!r}.")
-    merge = _number(owner, "merge", merge, most=1)
+    merge = _checked_number(owner, "merge", merge, most=1)
     delay = checked_int(f"{owner}: `delay` counts updates and", delay, 0)
     if delay and (delay >= schedule.k or schedule.before == "all"):
         raise ArgumentError(
@@ -375,17 +381,17 @@ def join(
         )
     say = functools.partial(_LOGGER.warning, "island %s: %s", name)
     period = str(schedule.k) if schedule == every(schedule.k) else repr(schedule)
-    agreed = Run("", "", period, repr(codec), "", max_norm_ratio=max_norm_ratio)
+    settings = Run("", "", period, repr(codec), "", max_norm_ratio=max_norm_ratio)
     store = None
     if jax.process_index() == 0:
         bucket = ObjectStore(url)
         store = Store(bucket, url, min(deadline_seconds, _JOIN_SECONDS), Clock(), say)
         run = read_run(store)
         if run is not None:
-            compare(store.url, run, agreed)
+            check_settings(store.url, run, settings)
     return Island(
         store, rules, schedule=schedule, delay=delay, optimizer=optimizer, codec=codec, merge=merge,
-        weight=weight, agreed=agreed, say=say,
+        weight=weight, agreed=settings, say=say,
     )  # fmt: skip
 
 
@@ -407,7 +413,7 @@ def late_share(late: Any) -> float:
     return share
 
 
-def _number(
+def _checked_number(
     owner: str, argument: str, value: Any, *, least: float = 0, most: float = math.inf
 ) -> float:
     number = as_number(value)
@@ -420,7 +426,7 @@ def _number(
 
 
 @dataclass(frozen=True)
-class _TakesEarlier(Every):
+class _DelayedEvery(Every):
     """A schedule of exchanges, and of the updates that take what they send.
 
     Attributes:
@@ -433,33 +439,35 @@ class _TakesEarlier(Every):
         return super().__call__(t) | super().__call__(t + self.delay)
 
 
-class _Flight:
+class _BackgroundExchange:
     """An exchange under way, on a thread that does not outlive the program.
 
     Args:
-      taken: the island's parameters when it began.
+      start_values: the island's parameters when it began.
       exchange: the exchange.
 
     Attributes:
       outcome: what it will have come to.
     """
 
-    def __init__(self, taken: list[np.ndarray], exchange: Callable[[], Outcome | None]) -> None:
-        self.taken, self.outcome = taken, Future[Outcome | None]()
+    def __init__(
+        self, start_values: list[np.ndarray], exchange: Callable[[], Outcome | None]
+    ) -> None:
+        self.start_values, self.outcome = start_values, Future[Outcome | None]()
         self._exchange = exchange
         threading.Thread(target=self._run, name="islands", daemon=True).start()
 
     def _run(self) -> None:
         try:
             self.outcome.set_result(self._exchange())
-        except BaseException as error:  # the island raises it when it lands
+        except BaseException as error:  # the island raises it when it waits
             self.outcome.set_exception(error)
 
 
 # The state of a step, on devices, and what the first process knows of it.
 
 
-class _Place(NamedTuple):
+class _Position(NamedTuple):
     """The position of an island, as its state holds it.
 
     Attributes:
@@ -473,33 +481,33 @@ class _Place(NamedTuple):
     exchanged: int
 
 
-class _Moved(NamedTuple):
+class _ExchangeResult(NamedTuple):
     """The outcome of an exchange for the state.
 
     Attributes:
       target: the parameters to which replicas go.
-      place: the island's position then.
+      position: the island's position then.
       lost: the part of its progress that a codec has not sent yet.
-      is_in: whether the round counted this island's progress, of which `merge` may keep a share.
+      is_counted: whether the round counted this island's progress; `merge` may keep a share.
     """
 
     target: list[np.ndarray]
-    place: _Place
+    position: _Position
     lost: list[np.ndarray] | None
-    is_in: bool
+    is_counted: bool
 
 
-def _number_of(x: jax.Array) -> int:
+def _replicated_int(x: jax.Array) -> int:
     """Return a number that is equal on all replicas."""
     return int(np.asarray(x.addressable_data(0)).flat[0])
 
 
-def _member(state: "TrainState") -> IslandState | None:
+def _island_state(state: "TrainState") -> IslandState | None:
     found = parts_of(state.exchange.local, IslandState)
     return found[0] if found else None
 
 
-def _check(state: "TrainState") -> None:
+def _check_state(state: "TrainState") -> None:
     """Raise `ValueError` for a state that islands can't exchange yet, by name."""
     if not hasattr(state, "opt_state"):
         raise ValueError(f"islands: `state` must be a js.TrainState, got {type(state).__name__}.")
@@ -544,7 +552,7 @@ def _keeps_parameters(state: "TrainState") -> bool:
     )
 
 
-def _placement_of(x: jax.Array) -> tuple[Any, Any]:
+def _mesh_and_axis(x: jax.Array) -> tuple[Any, Any]:
     """Return a mesh and the replica axis of a stacked array."""
     where, count = x.sharding, x.shape[0]
     if isinstance(where, NamedSharding):
@@ -559,19 +567,19 @@ def _placement_of(x: jax.Array) -> tuple[Any, Any]:
     return virtual_mesh({"replica": count}, devices[:parts]), "replica"
 
 
-def _mean_of_replicas(state: "TrainState") -> list[np.ndarray]:
+def _replica_mean(state: "TrainState") -> list[np.ndarray]:
     """Return the mean of the replicas as leaves of float32, on the host of each process."""
     leaves = jax.tree.leaves(state.params)
     if not leaves:
         return []
-    mesh, axis_name = _placement_of(leaves[0])
+    mesh, axis_name = _mesh_and_axis(leaves[0])
     shares = shares_of_gossip((state.opt_state, state.exchange.local))
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), state.params)
     mean = consensus(wide, mesh=mesh, axis_name=axis_name, shares=shares)
-    return [np.asarray(_whole(x), np.float32) for x in jax.tree.leaves(mean)]
+    return [np.asarray(_gather_addressable(x), np.float32) for x in jax.tree.leaves(mean)]
 
 
-def _whole(x: jax.Array) -> Any:
+def _gather_addressable(x: jax.Array) -> Any:
     """Return an array that this process holds all of."""
     if x.is_fully_addressable or x.is_fully_replicated:
         return x.addressable_data(0) if x.is_fully_replicated else x
@@ -580,11 +588,11 @@ def _whole(x: jax.Array) -> Any:
     return jax.jit(lambda x: x, out_shardings=everywhere)(x).addressable_data(0)
 
 
-def _moved(state: "TrainState", target: list[np.ndarray], merge: float) -> "TrainState":
+def _move_replicas(state: "TrainState", target: list[np.ndarray], merge: float) -> "TrainState":
     """Return the state with all replicas at the target, but for the share that they keep."""
     leaves, tree = jax.tree.flatten(state.params)
-    target = on_every_device(target, _placement_of(leaves[0])[0]) if leaves else target
-    moved = [_move(x.sharding, merge)(x, to) for x, to in zip(leaves, target, strict=True)]
+    target = put_on_all_devices(target, _mesh_and_axis(leaves[0])[0]) if leaves else target
+    moved = [_jitted_merge(x.sharding, merge)(x, to) for x, to in zip(leaves, target, strict=True)]
     params, opt_state = jax.tree.unflatten(tree, moved), state.opt_state
     if moving_states(opt_state):
         shift = jax.tree.map(jnp.subtract, params, state.params)
@@ -593,27 +601,32 @@ def _moved(state: "TrainState", target: list[np.ndarray], merge: float) -> "Trai
 
 
 @functools.lru_cache(maxsize=256)
-def _move(sharding: Any, merge: float) -> Callable[[jax.Array, Any], jax.Array]:
-    def move(x: jax.Array, to: jax.Array) -> jax.Array:
+def _jitted_merge(sharding: Any, merge: float) -> Callable[[jax.Array, Any], jax.Array]:
+    def merge_into(x: jax.Array, to: jax.Array) -> jax.Array:
         new = to if not merge else merge * x.astype(jnp.float32) + (1 - merge) * to[None]
         return jnp.broadcast_to(new, x.shape).astype(x.dtype)
 
-    return jax.jit(move, out_shardings=sharding)
+    return jax.jit(merge_into, out_shardings=sharding)
 
 
-def _with_place(state: "TrainState", member: IslandState, moved: _Moved) -> "TrainState":
+def _with_position(
+    state: "TrainState", island_state: IslandState, result: _ExchangeResult
+) -> "TrainState":
     """Return the state whose `IslandState` says where the island is now."""
 
-    def put(x: jax.Array, value: Any) -> jax.Array:
+    def full_like(x: jax.Array, value: Any) -> jax.Array:
         stacked = np.broadcast_to(np.asarray(value, x.dtype), x.shape)
         return array_from_host(x.shape, x.sharding, lambda index: stacked[index])
 
-    new = member._replace(
-        **{name: put(getattr(member, name), x) for name, x in moved.place._asdict().items()}
+    new = island_state._replace(
+        **{
+            name: full_like(getattr(island_state, name), x)
+            for name, x in result.position._asdict().items()
+        }
     )
-    if moved.lost is not None:
-        old, tree = jax.tree.flatten(member.lost)
-        new = new._replace(lost=jax.tree.unflatten(tree, map(put, old, moved.lost)))
+    if result.lost is not None:
+        old, tree = jax.tree.flatten(island_state.lost)
+        new = new._replace(lost=jax.tree.unflatten(tree, map(full_like, old, result.lost)))
     is_one = lambda x: isinstance(x, IslandState)  # noqa: E731
     local = jax.tree.map(lambda x: new if is_one(x) else x, state.exchange.local, is_leaf=is_one)
     return state._replace(exchange=state.exchange._replace(local=local))
@@ -622,26 +635,29 @@ def _with_place(state: "TrainState", member: IslandState, moved: _Moved) -> "Tra
 _NOTE_BYTES = 4096
 
 
-def _from_first_process(run: Callable[[], _Moved | None], like: list[np.ndarray]) -> _Moved | None:
+def _broadcast_result(
+    run: Callable[[], _ExchangeResult | None], like: list[np.ndarray]
+) -> _ExchangeResult | None:
     """Return on all processes what the first one found; an error of it is raised on all."""
-    moved, note = None, {"error": "", "place": None, "lost": False}
+    result, note = None, {"error": "", "position": None, "lost": False}
     if jax.process_index() == 0:
         try:
-            moved = run()
+            result = run()
         except Exception as error:  # the others would wait for it forever
             note["error"] = f"{type(error).__name__}: {error}"[: _NOTE_BYTES // 16]
-    if moved is not None:
-        note |= {"place": moved.place, "is_in": moved.is_in, "lost": moved.lost is not None}
+    if result is not None:
+        note |= {"position": result.position, "is_counted": result.is_counted}
+        note["lost"] = result.lost is not None
     send = multihost_utils.broadcast_one_to_all
     text = np.frombuffer(json.dumps(note).encode().ljust(_NOTE_BYTES), np.uint8)
     note = json.loads(bytes(np.asarray(send(text)).tolist()))
     if note["error"]:
         raise IslandsError(note["error"])
-    if note["place"] is None:
+    if note["position"] is None:
         return None
-    arrays = [like if moved is None else moved.target]
+    arrays = [like if result is None else result.target]
     if note["lost"]:
-        arrays.append(like if moved is None or moved.lost is None else moved.lost)
+        arrays.append(like if result is None or result.lost is None else result.lost)
     arrays = jax.tree.map(np.asarray, send(arrays))
     lost = arrays[1] if note["lost"] else None
-    return _Moved(arrays[0], _Place(*note["place"]), lost, note["is_in"])
+    return _ExchangeResult(arrays[0], _Position(*note["position"]), lost, note["is_counted"])

@@ -24,7 +24,7 @@ from ..transform import ParameterTransform
 _Apply = Callable[..., Any]
 
 
-def _on_numbers(apply: _Apply) -> _Apply:
+def _on_scalars(apply: _Apply) -> _Apply:
     """Return a function of single numbers, computed in float64 and rounded once."""
 
     def run(*args: Any) -> Any:
@@ -53,14 +53,14 @@ _EXACT: dict[str, _Apply] = {
     "square": lambda x: x * x, "stop_gradient": lambda x: x, "sub": np.subtract,
 }  # fmt: skip
 # Of single numbers, such as the rates of schedules and corrections of a bias.
-_OF_NUMBERS: dict[str, _Apply] = {
-    "cos": _on_numbers(np.cos), "exp": _on_numbers(np.exp), "log": _on_numbers(np.log),
-    "pow": _on_numbers(np.power), "sin": _on_numbers(np.sin), "tanh": _on_numbers(np.tanh),
+_ON_SCALARS: dict[str, _Apply] = {
+    "cos": _on_scalars(np.cos), "exp": _on_scalars(np.exp), "log": _on_scalars(np.log),
+    "pow": _on_scalars(np.power), "sin": _on_scalars(np.sin), "tanh": _on_scalars(np.tanh),
 }  # fmt: skip
 
 
-def _operation(equation: Any) -> _Apply | None:
-    """Return what NumPy does for an equation; None if it can't, or not to the same bits."""
+def _numpy_function(equation: Any) -> _Apply | None:
+    """Return the NumPy function of an equation; None if it can't, or not to the same bits."""
     name, options = equation.primitive.name, equation.params
     if name == "integer_pow":
         return lambda x: _power(x, options["y"])
@@ -69,13 +69,13 @@ def _operation(equation: Any) -> _Apply | None:
     if name == "select_n":
         return lambda which, *cases: np.where(which, *cases[::-1]) if len(cases) == 2 else None
     if name in ("broadcast_in_dim", "reshape", "squeeze"):
-        return functools.partial(_shaped, options.get("shape"))
+        return functools.partial(_reshape_scalar, options.get("shape"))
     if name == "clamp":
         return lambda low, x, high: np.minimum(np.maximum(x, low), high)
-    return _EXACT.get(name) or _OF_NUMBERS.get(name)
+    return _EXACT.get(name) or _ON_SCALARS.get(name)
 
 
-def _shaped(shape: Any, x: Any) -> Any:
+def _reshape_scalar(shape: Any, x: Any) -> Any:
     """Return a number in another shape; an array only in its own."""
     if shape is None:  # `squeeze`
         return np.reshape(x, ()) if np.size(x) == 1 else None
@@ -84,7 +84,7 @@ def _shaped(shape: Any, x: Any) -> Any:
     return x if np.shape(x) == tuple(shape) else None
 
 
-class RefusedError(ValueError):
+class InexactError(ValueError):
     """The error that a program has an operation of which NumPy would not give the same bits."""
 
 
@@ -114,9 +114,9 @@ class HostOptimizer:
 
             def update(*arrays: Any) -> list[Any]:
                 parts = arrays[: len(leaves)], arrays[-len(leaves) :]
-                away, at = (jax.tree.unflatten(tree, part) for part in parts)
+                displacement, params = (jax.tree.unflatten(tree, part) for part in parts)
                 old = jax.tree.unflatten(states, arrays[len(leaves) : -len(leaves)])
-                return jax.tree.leaves(optimizer.update(away, old, at))
+                return jax.tree.leaves(optimizer.update(displacement, old, params))
 
             self._init = trace_inline(
                 lambda *x: jax.tree.leaves(optimizer.init(jax.tree.unflatten(tree, x))), leaves
@@ -124,7 +124,7 @@ class HostOptimizer:
             self._update = trace_inline(update, [*leaves, *state, *leaves])
         self.shapes = [x.shape for x in leaves]
         self.state = [(x.shape, np.dtype(x.dtype)) for x in state]
-        lines = [*_described(self._init), *_described(self._update)]
+        lines = [*_output_expressions(self._init), *_output_expressions(self._update)]
         self.text = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def init(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -154,7 +154,7 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
         )
     try:
         HostOptimizer(optimizer, {"w": np.zeros(2, np.float32)})
-    except RefusedError:
+    except InexactError:
         raise
     except Exception:  # it is for the model's own tree: the first exchange will tell
         return optimizer
@@ -164,22 +164,22 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
 def _run(program: InlinedProgram, inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     """Return the results of a program, each of whose equations NumPy computes."""
 
-    def instead(equation: Any, operands: Sequence[Any]) -> list[np.ndarray]:
-        apply = _operation(equation)
+    def evaluate(equation: Any, operands: Sequence[Any]) -> list[np.ndarray]:
+        apply = _numpy_function(equation)
         result = None if apply is None else apply(*map(np.asarray, operands))
         if result is None:
-            raise _refused(equation)
+            raise _inexact_error(equation)
         return [np.asarray(result).astype(equation.outvars[0].aval.dtype, copy=False)]
 
-    given = dict(zip(program.inputs, inputs, strict=True)) | program.constants
+    values = dict(zip(program.inputs, inputs, strict=True)) | program.constants
     with np.errstate(all="ignore"):
-        found = run(program.equations, program.outputs, given, instead)
+        found = run(program.equations, program.outputs, values, evaluate)
     same = set(map(id, inputs))
     # Results are the caller's own; most are new arrays already.
     return [np.array(x) if id(x) in same or not x.flags.owndata else x for x in found]
 
 
-def _described(program: InlinedProgram) -> Iterator[str]:
+def _output_expressions(program: InlinedProgram) -> Iterator[str]:
     """Yield what a program computes; raise `ValueError` for what NumPy can't run."""
     names = {x: f"input {i}" for i, x in enumerate(program.inputs)}
     names |= {x: str(np.ravel(value).tolist()) for x, value in program.constants.items()}
@@ -191,8 +191,8 @@ def _described(program: InlinedProgram) -> Iterator[str]:
     for equation in program.equations:
         name, operands = equation.primitive.name, [name_of(x) for x in equation.invars]
         sizes = [math.prod(getattr(x.aval, "shape", ())) for x in equation.invars]
-        if _operation(equation) is None or (name in _OF_NUMBERS and max(sizes) > 1):
-            raise _refused(equation)
+        if _numpy_function(equation) is None or (name in _ON_SCALARS and max(sizes) > 1):
+            raise _inexact_error(equation)
         (result,) = equation.outvars
         text = f"{name}{equation.params.get('y', '')}({', '.join(operands)})"
         if name in _FORMS:  # releases of jax differ in where they convert and broadcast
@@ -204,9 +204,9 @@ def _described(program: InlinedProgram) -> Iterator[str]:
 _FORMS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
 
 
-def _refused(equation: Any) -> RefusedError:
+def _inexact_error(equation: Any) -> InexactError:
     name = equation.primitive.name
-    return RefusedError(
+    return InexactError(
         f"islands.join: `outer_optimizer` must be element-wise and built of operations that round "
         f"alike on every machine, such as optax.sgd, optax.adamw or js.slow_momentum; this one "
         f"uses {name!r} on {', '.join(str(x.aval) for x in equation.invars)}."

@@ -20,7 +20,7 @@ def read_run(store: Store) -> Run | None:
         raise IslandsError(f"{store.url}/{RUN} is unreadable: {error}") from error
 
 
-def note_of(name: str) -> str:
+def note_key(name: str) -> str:
     """Return the key of an island's note."""
     return f"islands/{name}.json"
 
@@ -34,10 +34,10 @@ def read_note(store: Store, key: str) -> Note | None:
         return None
 
 
-def compare(url: str, run: Run, agreed: Run) -> None:
+def check_settings(url: str, run: Run, settings: Run) -> None:
     """Raise `IslandsError` naming what differs from the run; "" and [] are not known yet."""
-    for name, what in _AGREED.items():
-        theirs, mine = getattr(run, name), getattr(agreed, name)
+    for name, what in _SETTINGS.items():
+        theirs, mine = getattr(run, name), getattr(settings, name)
         if mine and theirs != mine:
             if name == "leaves":
                 pairs = (theirs, mine), (mine, theirs)
@@ -47,7 +47,7 @@ def compare(url: str, run: Run, agreed: Run) -> None:
             )
 
 
-_AGREED = {
+_SETTINGS = {
     "leaves": "the model",
     "sync_every": "`sync_every`",
     "codec": "`codec`",

@@ -3,7 +3,7 @@
 from datetime import datetime
 from typing import NamedTuple
 
-from ._format import folder_of, island_of, number_of
+from ._format import parse_island, parse_round, round_folder
 from ._run import read_note, read_run
 from ._store import Clock, IslandsError, ObjectStore, Store
 
@@ -81,20 +81,22 @@ def status(url: str) -> Status:
 
     Communication: one listing of the store, and one small object per island.
     """
-    return status_of(Store(ObjectStore(url, creates=False), url, 10.0, Clock(), lambda line: None))
+    return read_status(
+        Store(ObjectStore(url, creates=False), url, 10.0, Clock(), lambda line: None)
+    )
 
 
-def status_of(store: Store) -> Status:
+def read_status(store: Store) -> Status:
     """Return the status of the run in a store."""
     run = read_run(store)
     if run is None:
         raise IslandsError(f"{store.url}: there is no run here.")
     entries = store.list("")
     keys = [entry.key for entry in entries]
-    decided = [number_of(key) for key in keys if key.endswith("/manifest.json")]
+    decided = [parse_round(key) for key in keys if key.endswith("/manifest.json")]
     number = max((n + 1 for n in decided if n is not None), default=0)
-    snapshots = [number_of(key) or 0 for key in keys if key.startswith("snapshots/")]
-    present = {island_of(key) for key in keys if key.startswith(f"{folder_of(number)}/")}
+    snapshots = [parse_round(key) or 0 for key in keys if key.startswith("snapshots/")]
+    present = {parse_island(key) for key in keys if key.startswith(f"{round_folder(number)}/")}
     islands = []
     for entry in entries:
         note = read_note(store, entry.key) if entry.key.startswith("islands/") else None

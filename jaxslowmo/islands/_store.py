@@ -71,7 +71,7 @@ class Bucket(Protocol):
     def list(self, prefix: str) -> list[Entry]: ...
 
 
-def parsed(url: str) -> tuple[str, str]:
+def parse_url(url: str) -> tuple[str, str]:
     """Return the scheme of a URL, or "file" for a folder, and its path; raise `ValueError`."""
     scheme, is_url, path = url.partition(":") if isinstance(url, str) else ("", "", "")
     path = path.removeprefix("//")
@@ -100,7 +100,7 @@ class ObjectStore:
     """
 
     def __init__(self, url: str, *, creates: bool = True) -> None:
-        scheme, path = parsed(url)
+        scheme, path = parse_url(url)
         # Waiting does not help. Stores without "create if absent" raise the last two.
         self.refusals: tuple[type[Exception], ...] = (
             errors.PermissionDeniedError, errors.UnauthenticatedError,
@@ -121,7 +121,7 @@ class ObjectStore:
             else:
                 self._client()
         except (OSError, errors.BaseError) as error:
-            raise IslandsError(f"{url}: {_one_line(error)}") from error
+            raise IslandsError(f"{url}: {_error_line(error)}") from error
 
     def _client(self, num_bytes: int = 0) -> Any:
         """Return the client for requests of up to so many bytes.
@@ -217,7 +217,8 @@ class Store:
     Args:
       bucket: the bucket.
       url: its name in messages.
-      patience: seconds for which failing requests are repeated, all from one `begin` to the next.
+      patience: seconds for which failing requests are repeated, from one `restart_patience` to
+        the next.
       clock: this machine's time.
       say: function that shows one line to the user.
     """
@@ -228,16 +229,16 @@ class Store:
         self._bucket, self.url, self.patience = bucket, url.rstrip("/"), patience
         self.clock, self._say = clock, say
         self.traffic = Traffic()
-        self.begin()
+        self.restart_patience()
 
-    def begin(self) -> None:
+    def restart_patience(self) -> None:
         """Have all of `patience` again, for what begins now."""
         self._failed, self._bucket.seconds = 0.0, self.patience
 
     def get(self, key: str, limit: int | None = None) -> bytes | None:
         """Return an object; None if there is none."""
         try:
-            data = self._again(
+            data = self._retry(
                 "get", key, lambda: self._bucket.get(key, limit), FileNotFoundError, TooLargeError
             )
         except FileNotFoundError:
@@ -251,7 +252,7 @@ class Store:
         After a failure that took effect nevertheless the answer is False.
         """
         try:
-            self._again("create", key, lambda: self._bucket.create(key, data), FileExistsError)
+            self._retry("create", key, lambda: self._bucket.create(key, data), FileExistsError)
         except FileExistsError:
             return False
         self.traffic.sent += len(data)
@@ -259,19 +260,19 @@ class Store:
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object in the place of an older one."""
-        self._again("put", key, lambda: self._bucket.put(key, data))
+        self._retry("put", key, lambda: self._bucket.put(key, data))
         self.traffic.sent += len(data)
 
     def delete(self, key: str) -> None:
         """Remove an object, if it is there."""
         with contextlib.suppress(FileNotFoundError):
-            self._again("delete", key, lambda: self._bucket.delete(key), FileNotFoundError)
+            self._retry("delete", key, lambda: self._bucket.delete(key), FileNotFoundError)
 
     def list(self, prefix: str) -> list[Entry]:
         """Return the objects below a folder."""
-        return self._again("list", prefix, lambda: self._bucket.list(prefix))
+        return self._retry("list", prefix, lambda: self._bucket.list(prefix))
 
-    def _again(
+    def _retry(
         self, kind: str, key: str, request: Callable[[], _Result], *answers: type[Exception]
     ) -> _Result:
         """Return the answer of a request, which is repeated until there is one.
@@ -296,7 +297,7 @@ class Store:
             except answers:
                 raise
             except Exception as error:  # each store has its own
-                what = f"{kind} {self.url}/{key}: {_one_line(error)}"
+                what = f"{kind} {self.url}/{key}: {_error_line(error)}"
                 self._failed += self.clock.now() - asked
                 if self._failed >= self.patience or isinstance(error, refusals):
                     raise StoreError(what) from error
@@ -313,7 +314,7 @@ class Store:
 _SECRET = re.compile(r"(?i)(signature|credential|token|secret|key|sig)=[^&\s\"']+")
 
 
-def _one_line(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     """Return the kind of an error and its first line, without what a signed URL gives away."""
     text = str(error).strip().splitlines()
     first = _SECRET.sub(r"\1=...", text[0]) if text else ""

@@ -24,7 +24,7 @@ class Wire:
     def __init__(self, codec: Codec | None, size: int) -> None:
         self._codec: Any = codec
         self._size = size
-        self.keeps_lost = codec is not None and codec.error_feedback
+        self.error_feedback = codec is not None and codec.error_feedback
         self.shapes: Mapping[str, tuple[tuple[int, ...], Any]]
         if codec is None:
             self.num_bytes, self.shapes = 4 * size, {"displacement": ((size,), np.float32)}
@@ -48,13 +48,13 @@ class Wire:
         return self._codec.decode(sent.reshape(self._packed), self._size)[0]
 
 
-def joined(leaves: Sequence[np.ndarray]) -> np.ndarray:
+def concatenate(leaves: Sequence[np.ndarray]) -> np.ndarray:
     """Return the leaves of a model as one vector."""
     return np.concatenate([np.ravel(x) for x in leaves]) if leaves else np.zeros(0, np.float32)
 
 
-def divided(x: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return a vector as leaves; the inverse of `joined`."""
+def split_like(x: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return a vector as leaves; the inverse of `concatenate`."""
     ends = np.cumsum([leaf.size for leaf in like])
     parts = np.split(x, ends[:-1]) if like else []
     return [part.reshape(leaf.shape) for part, leaf in zip(parts, like, strict=True)]

@@ -53,7 +53,7 @@ def axis_size(axis_name: AxisName) -> int:
     return lax.axis_size(axis_name)
 
 
-def varied(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+def cast_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     """Return `x` typed as varying over these tracked axes, too."""
     # Sorted, because the order of a set differs between processes and all need the same program.
     missing = tuple(sorted(axes - varying_axes(x)))
@@ -63,12 +63,12 @@ def varied(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 def vary_over(tree: PyTree, axes: Iterable[str]) -> PyTree:
     """Return `tree` with every leaf typed as varying over those of `axes` that are tracked."""
     tracked = frozenset(filter(checks_varying, axes))
-    return jax.tree.map(lambda x: varied(x, tracked), tree) if tracked else tree
+    return jax.tree.map(lambda x: cast_varying(x, tracked), tree) if tracked else tree
 
 
 def match_varying(tree: PyTree, like: PyTree) -> PyTree:
     """Return `tree` with each leaf typed as varying over the axes that its partner varies over."""
-    return jax.tree.map(lambda x, ref: varied(x, varying_axes(ref)), tree, like)
+    return jax.tree.map(lambda x, ref: cast_varying(x, varying_axes(ref)), tree, like)
 
 
 def sum_over(x: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -76,7 +76,7 @@ def sum_over(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
     Communication: one all-reduce of `x`; none if the axis has size 1, or `x` no element.
     """
-    return _over(lax.psum, x, axis_names(axis_name))
+    return _typed_reduction(lax.psum, x, axis_names(axis_name))
 
 
 def max_over(x: jax.Array, axis_name: AxisName) -> jax.Array:
@@ -84,16 +84,16 @@ def max_over(x: jax.Array, axis_name: AxisName) -> jax.Array:
 
     Communication: as of `sum_over`.
     """
-    return _over(lax.pmax, x, axis_names(axis_name))
+    return _typed_reduction(lax.pmax, x, axis_names(axis_name))
 
 
-def _over(join: Callable[..., Any], x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+def _typed_reduction(reduce: Callable[..., Any], x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     typed = tuple(name for name in names if name in varying_axes(x))
     if axis_size(names) == 1 or x.size == 0:
-        # It is equal already, and joining it with nothing else changes the type alone.
-        return join(x, typed) if typed else x
+        # It is equal already, and reducing it with nothing else changes the type alone.
+        return reduce(x, typed) if typed else x
     # jax refuses a value that is typed as varying over some of the axes.
-    return join(vary_over(x, names) if typed else x, names)
+    return reduce(vary_over(x, names) if typed else x, names)
 
 
 def uniform(value: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -121,7 +121,7 @@ def typed_specs(tree: PyTree) -> PyTree | None:
     inside = frozenset(jax.sharding.get_abstract_mesh().explicit_axes)
     if not inside:
         return None
-    specs = jax.tree.map(lambda x: only_over(jax.typeof(x).sharding.spec, inside), tree)
+    specs = jax.tree.map(lambda x: restrict_spec(jax.typeof(x).sharding.spec, inside), tree)
     return specs if any(spec != P() for spec in jax.tree.leaves(specs)) else None
 
 
@@ -131,12 +131,12 @@ def specs_key(specs: PyTree | None) -> Hashable:
     return treedef, tuple(leaves)
 
 
-def specs_of_leaves(specs: PyTree | None, tree: PyTree) -> tuple[P, ...]:
+def leaf_specs(specs: PyTree | None, tree: PyTree) -> tuple[P, ...]:
     """Return a spec for each leaf of `tree`; `specs` is a prefix of it, None for whole leaves."""
     return tuple(jax.tree.leaves(jax.tree.broadcast(P() if specs is None else specs, tree)))
 
 
-def only_over(spec: Any, axes: frozenset[str]) -> P:
+def restrict_spec(spec: Any, axes: frozenset[str]) -> P:
     """Return `spec` restricted to `axes`, without trailing entries that split nothing."""
     entries: list[Any] = []
     for entry in spec:
@@ -147,25 +147,25 @@ def only_over(spec: Any, axes: frozenset[str]) -> P:
     return P(*entries)
 
 
-def is_of_devices(axis_name: AxisName) -> bool:
+def is_device_axis(axis_name: AxisName) -> bool:
     """Return whether the axis is one of devices (shard_map, pmap), as opposed to vmap."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return all(name in manual for name in axis_names(axis_name))
 
 
-def between_cpu_processes(axis_name: AxisName) -> bool:
+def is_between_cpu_processes(axis_name: AxisName) -> bool:
     """Return whether collectives over the axis run between processes on CPU.
 
     Some collectives need another form there. False on other platforms, for the devices of one
     process, and under vmap, where nothing is sent: XLA's collectives are right for these.
     """
     is_multi_process_cpu = jax.default_backend() == "cpu" and jax.process_count() > 1
-    return is_multi_process_cpu and is_of_devices(axis_name)
+    return is_multi_process_cpu and is_device_axis(axis_name)
 
 
 def is_on_tpu(axis_name: AxisName) -> bool:
     """Return whether collectives over the axis run on TPUs; False under vmap: none run."""
-    return platform() == "tpu" and is_of_devices(axis_name)
+    return platform() == "tpu" and is_device_axis(axis_name)
 
 
 def platform() -> str:
@@ -174,7 +174,7 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def from_first(tree: PyTree, axis_name: AxisName) -> PyTree:
+def broadcast_from_first(tree: PyTree, axis_name: AxisName) -> PyTree:
     """Return every leaf as position 0 of `axis_name` has it; any dtype, PRNG keys included.
 
     Communication: one all-reduce of each leaf over `axis_name` (all others add zeros); none where
@@ -193,7 +193,7 @@ def from_first(tree: PyTree, axis_name: AxisName) -> PyTree:
     return jax.tree.map(first, tree)
 
 
-def own_keys(tree: PyTree, axes: AxisName, *, inside: bool = False) -> PyTree:
+def per_replica_keys(tree: PyTree, axes: AxisName, *, inside: bool = False) -> PyTree:
     """Return `tree` with a different PRNG key on every replica; the first keeps its key.
 
     Only typed keys (`jax.random.key`) change: raw keys cannot be distinguished from other arrays.
@@ -209,7 +209,7 @@ def own_keys(tree: PyTree, axes: AxisName, *, inside: bool = False) -> PyTree:
 
     def own(x: jax.Array) -> jax.Array:
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return numbered_key(x, lax.axis_index(axes), inside=inside) if is_key else x
+        return fold_in_number(x, lax.axis_index(axes), inside=inside) if is_key else x
 
     return jax.tree.map(own, tree) if axes else tree
 
@@ -226,7 +226,7 @@ def key_bits(seed: int) -> jax.Array:
         return jax.random.key_data(jax.random.key(seed))
 
 
-def place_key(key: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def position_key(key: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Return the key of this position along `axes`: one number, folded in once.
 
     Communication: none.
@@ -238,15 +238,15 @@ def place_key(key: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 _INSIDE = 0x9E3779B9
 
 
-def numbered_key(keys: jax.Array, number: jax.Array, *, inside: bool = False) -> jax.Array:
+def fold_in_number(keys: jax.Array, number: jax.Array, *, inside: bool = False) -> jax.Array:
     """Return keys of any shape with `number` folded in; number 0 leaves them unchanged.
 
     `inside` says that it is the number of a device inside a replica, not of a replica.
     """
 
-    def folded(key: jax.Array) -> jax.Array:
+    def fold_number(key: jax.Array) -> jax.Array:
         return jax.random.fold_in(jax.random.fold_in(key, _INSIDE) if inside else key, number)
 
-    new = jax.vmap(folded)(keys.reshape(-1)).reshape(keys.shape)
+    new = jax.vmap(fold_number)(keys.reshape(-1)).reshape(keys.shape)
     data = jnp.where(number == 0, jax.random.key_data(keys), jax.random.key_data(new))
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(keys))

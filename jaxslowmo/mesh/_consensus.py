@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from .._support.checks import checks_flags
 from .._support.types import AxisName, PyTree
 from ..tree import at_least_float32, has_form_of, in_model_form, leaf_names
-from ._axes import axis_size, from_first, sum_over
+from ._axes import axis_size, broadcast_from_first, sum_over
 from ._meshes import AnyMesh, map_replicas, model_axes
-from ._replicas import check_stacked, on_mesh
+from ._replicas import check_replica_axis, shard_replicas
 
 Shares = Sequence[tuple[Any, PyTree | None]]
 """Pairs of weights (replicas,) and stacked parameters, or None for `params`; see `consensus`."""
@@ -66,28 +66,28 @@ def consensus(
     if mesh is None:
         if not jax.tree.leaves(params):
             return params
-        mesh, axis_name, joined = _own_mesh(params)
-        params = jax.tree.map(joined, params)
+        mesh, axis_name, make_global = _infer_mesh(params)
+        params = jax.tree.map(make_global, params)
         if shares is not None:
-            shares = jax.tree.map(joined, shares)
-    replicas = check_stacked("consensus", params, mesh, axis_name)
-    pairs = [(1.0, None)] if shares is None else _checked(shares, params, replicas)
+            shares = jax.tree.map(make_global, shares)
+    replicas = check_replica_axis("consensus", params, mesh, axis_name)
+    pairs = [(1.0, None)] if shares is None else _check_shares(shares, params, replicas)
     values = tuple(params if x is None else x for _, x in pairs)
     weights = None
     if len(pairs) > 1 or np.ndim(pairs[0][0]):
         weights = tuple(w if np.ndim(w) else np.full(replicas, w) for w, _ in pairs)
-    placed = on_mesh((weights, values), mesh, axis_name)
+    placed = shard_replicas((weights, values), mesh, axis_name)
     mean = _consensus_fn(mesh, axis_name, model_axes(placed, mesh, axis_name))(*placed)
     return in_model_form(mean) if whole else mean
 
 
-def _own_mesh(params: PyTree) -> tuple[Mesh, str, Callable[[Any], Any]]:
+def _infer_mesh(params: PyTree) -> tuple[Mesh, str, Callable[[Any], Any]]:
     """Return a mesh and an axis for arrays that hold one replica on each device.
 
     `jax.pmap` over several processes returns to each of them an array of its own replicas. The
     function that is returned, too, makes it a part of an array over all devices.
     """
-    own = [_device_of_each(x) for x in jax.tree.leaves(params)]
+    own = [_replica_devices(x) for x in jax.tree.leaves(params)]
     devices = next(filter(None, own), None)
     names = zip(leaf_names(params), own, strict=True)
     wrong = [name for name, its in names if its is None or its != devices]
@@ -109,17 +109,17 @@ def _own_mesh(params: PyTree) -> tuple[Mesh, str, Callable[[Any], Any]]:
     mesh = Mesh(np.array(jax.devices()), "replica")
     sharding = NamedSharding(mesh, P("replica"))
 
-    def over_all(x: Any) -> Any:
+    def make_global(x: Any) -> Any:
         if not isinstance(x, jax.Array) or x.ndim == 0:  # one weight for all replicas
             return x
         shape = (mesh.size, *x.shape[1:])
         parts = [shard.data for shard in x.addressable_shards]
         return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
-    return mesh, "replica", over_all
+    return mesh, "replica", make_global
 
 
-def _device_of_each(x: Any) -> tuple[Any, ...] | None:
+def _replica_devices(x: Any) -> tuple[Any, ...] | None:
     """Return the device of each entry of a stacked array; None if not every device holds one."""
     if not isinstance(x, jax.Array) or isinstance(x, Tracer) or x.ndim == 0:
         return None
@@ -144,7 +144,7 @@ def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str])
         def mean(*leaves: jax.Array) -> jax.Array:
             dtype = leaves[0].dtype
             if not jnp.issubdtype(dtype, jnp.floating):
-                return from_first(leaves[0], axis_name)
+                return broadcast_from_first(leaves[0], axis_name)
             wide = at_least_float32(dtype)
             terms = [x.astype(wide) for x in leaves]
             if weights is not None:
@@ -166,7 +166,7 @@ def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str])
     )
 
 
-def _checked(shares: Shares, params: PyTree, replicas: int) -> list[tuple[Any, PyTree | None]]:
+def _check_shares(shares: Shares, params: PyTree, replicas: int) -> list[tuple[Any, PyTree | None]]:
     """Return `shares` as a list of pairs; raise `ValueError` for an entry that is no such pair."""
 
     def error(got: str) -> ValueError:

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from .._support.checks import as_number
 from .._support.types import AxisName, PyTree, axis_names
 from ..tree import at_least_float32, leaf_names
-from ._axes import from_first
+from ._axes import broadcast_from_first
 from ._meshes import AnyMesh, map_replicas, model_axes, placement
-from ._replicas import check_stacked, on_mesh
+from ._replicas import check_replica_axis, shard_replicas
 
 _SEEDS = (0x9E3779B9, 0x7F4A7C15)
 
@@ -59,12 +59,12 @@ def fingerprint(x: Any, numpy: Any = jnp, first: int = 0) -> Any:
     """
     words = bit_words(x, numpy)
     uint = numpy.uint32
-    place = numpy.full((1,) * words.ndim, first * words.shape[-1] % 2**32, uint)
+    position = numpy.full((1,) * words.ndim, first * words.shape[-1] % 2**32, uint)
     for axis, size in enumerate(words.shape):
         stride = math.prod(words.shape[axis + 1 :]) % 2**32
-        along = numpy.arange(size, dtype=uint) * uint(stride)
-        place = place + along.reshape([size if i == axis else 1 for i in range(words.ndim)])
-    sums = [numpy.sum(_hash(words ^ _hash(place + uint(seed), uint), uint)) for seed in _SEEDS]
+        offset = numpy.arange(size, dtype=uint) * uint(stride)
+        position = position + offset.reshape([size if i == axis else 1 for i in range(words.ndim)])
+    sums = [numpy.sum(_hash(words ^ _hash(position + uint(seed), uint), uint)) for seed in _SEEDS]
     return numpy.stack(sums).astype(uint)
 
 
@@ -188,18 +188,18 @@ def check_in_sync(
         raise ValueError(
             f"check_in_sync: `tolerance` must be a finite number >= 0, got {tolerance!r}."
         )
-    replicas = check_stacked("check_in_sync", params, mesh, axis_name)
+    replicas = check_replica_axis("check_in_sync", params, mesh, axis_name)
     names, leaves = leaf_names(params), jax.tree.leaves(params)
     if not leaves:
         return SyncReport(0, replicas, ())
-    placed = on_mesh(leaves, mesh, axis_name)
+    placed = shard_replicas(leaves, mesh, axis_name)
     automatic = model_axes(placed, mesh, axis_name)
-    prints = jax.device_get(program(fingerprints, mesh, axis_name, automatic)(placed))
+    prints = jax.device_get(comparison_program(fingerprints, mesh, axis_name, automatic)(placed))
     differ = np.any(prints != prints[0], axis=-1)  # (devices, leaves)
     suspects = np.flatnonzero(differ.any(0)).tolist()
     if not suspects:
         return SyncReport(len(names), replicas, ())
-    compared = program(leaf_differences, mesh, axis_name, automatic)
+    compared = comparison_program(leaf_differences, mesh, axis_name, automatic)
     results = compared([placed[i] for i in suspects])
     largest, counts = jax.device_get(results)
     devices_each = len(prints) // replicas
@@ -223,7 +223,7 @@ def check_in_sync(
     return SyncReport(len(names), replicas, divergences)
 
 
-def _from_each(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _all_gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Gather `x` of every position along `axes` to all, as `(positions, *x.shape)`."""
     every = jnp.zeros((lax.axis_size(axes), *x.shape), x.dtype)
     return lax.psum(every.at[lax.axis_index(axes)].set(x), axes)
@@ -231,7 +231,7 @@ def _from_each(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def fingerprints(leaves: list[jax.Array], axes: tuple[str, ...]) -> jax.Array:
     """Return the fingerprints of all leaves of each position along `axes`, on all of them."""
-    return _from_each(jnp.stack([fingerprint(x) for x in leaves]), axes)
+    return _all_gather(jnp.stack([fingerprint(x) for x in leaves]), axes)
 
 
 def leaf_differences(leaves: list[jax.Array], axes: tuple[str, ...]) -> tuple[jax.Array, jax.Array]:
@@ -242,7 +242,7 @@ def leaf_differences(leaves: list[jax.Array], axes: tuple[str, ...]) -> tuple[ja
     """
 
     def one(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        first = _bits_from_first(x, axes)
+        first = _broadcast_bits(x, axes)
         words, first_words = bit_words(x), bit_words(first)
         unequal = words != first_words
         unequal = jnp.any(unequal, axis=tuple(range(x.ndim, words.ndim)))
@@ -253,17 +253,17 @@ def leaf_differences(leaves: list[jax.Array], axes: tuple[str, ...]) -> tuple[ja
         return jnp.max(errors, initial=0.0).astype(jnp.float32), jnp.sum(unequal, dtype=jnp.int32)
 
     largest, counts = zip(*map(one, leaves), strict=True)
-    return _from_each(jnp.stack(largest), axes), _from_each(jnp.stack(counts), axes)
+    return _all_gather(jnp.stack(largest), axes), _all_gather(jnp.stack(counts), axes)
 
 
-def _bits_from_first(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Do what `from_first` does, but keep signs of zeros and bits of NaNs, which a sum changes."""
+def _broadcast_bits(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Return what `broadcast_from_first` does, with signs of zeros and bits of NaNs."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(_bits_from_first(x.real, axes), _bits_from_first(x.imag, axes))
+        return lax.complex(_broadcast_bits(x.real, axes), _broadcast_bits(x.imag, axes))
     if not jnp.issubdtype(x.dtype, jnp.floating) or jnp.finfo(x.dtype).bits < 8:
-        return from_first(x, axes)
+        return broadcast_from_first(x, axes)
     bits = lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")
-    return lax.bitcast_convert_type(from_first(bits, axes), x.dtype)
+    return lax.bitcast_convert_type(broadcast_from_first(bits, axes), x.dtype)
 
 
 def _absolute_differences(x: jax.Array, first: jax.Array) -> jax.Array:
@@ -276,7 +276,7 @@ def _absolute_differences(x: jax.Array, first: jax.Array) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=64)
-def program(
+def comparison_program(
     compare: Callable[[list[jax.Array], tuple[str, ...]], Any],
     mesh: AnyMesh,
     axis_name: AxisName,

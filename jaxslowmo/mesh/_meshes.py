@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from .._support.checks import ArgumentError, checked_int
 from .._support.types import AxisName, PyTree, axis_names
 from ..tree import Staged, parts_of, reshape
-from ._axes import only_over
+from ._axes import restrict_spec
 
 
 def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.ndarray:
@@ -252,16 +252,16 @@ def placement(mesh: AnyMesh, spec: P) -> NamedSharding:
     """
     if isinstance(mesh, VirtualMesh):
         mesh = mesh.device_mesh
-        spec = only_over(spec, frozenset(mesh.axis_names))
+        spec = restrict_spec(spec, frozenset(mesh.axis_names))
     return NamedSharding(mesh, spec)
 
 
-def has_a_device_each(mesh: AnyMesh | AbstractMesh) -> TypeGuard[Mesh | AbstractMesh]:
+def has_device_per_position(mesh: AnyMesh | AbstractMesh) -> TypeGuard[Mesh | AbstractMesh]:
     """Return whether each position of the axes has a device; else they are those of `vmap`s."""
     return not isinstance(mesh, VirtualMesh)
 
 
-def with_a_device_each(mesh: AnyMesh) -> Mesh | AbstractMesh:
+def with_device_per_position(mesh: AnyMesh) -> Mesh | AbstractMesh:
     """Return a mesh with a device for each position, perhaps only to trace and lower for."""
     if not isinstance(mesh, VirtualMesh):
         return mesh
@@ -289,7 +289,7 @@ over mapped axes.
 """
 
 
-def is_shared(x: Any) -> bool:
+def is_shared_leaf(x: Any) -> bool:
     """Return whether all examples share a leaf of a batch: it has no dimension, or one row.
 
     Args:
@@ -298,11 +298,11 @@ def is_shared(x: Any) -> bool:
     return np.ndim(x) == 0 or np.shape(x)[0] == 1
 
 
-def roles_of_batch(batch: PyTree) -> Roles:
+def batch_roles(batch: PyTree) -> Roles:
     """Return the role of each leaf of a batch: `"shared"` where all examples share it."""
-    if not any(map(is_shared, jax.tree.leaves(batch))):
+    if not any(map(is_shared_leaf, jax.tree.leaves(batch))):
         return "batch"
-    return jax.tree.map(lambda x: "shared" if is_shared(x) else "batch", batch)
+    return jax.tree.map(lambda x: "shared" if is_shared_leaf(x) else "batch", batch)
 
 
 def replica_count(owner: str, mesh: AnyMesh, axis_name: AxisName) -> int:
@@ -384,8 +384,8 @@ def map_replicas(
 
     def per_device(*args: PyTree) -> PyTree:
         # A device's block of a stacked tree has a leading axis of size 1.
-        local_args = _stacked_as(lambda x: x.shape[1:], in_roles, args)
-        return _stacked_as(lambda x: (1, *x.shape), out_roles, fn(*local_args))
+        local_args = _reshape_replica_axis(lambda x: x.shape[1:], in_roles, args)
+        return _reshape_replica_axis(lambda x: (1, *x.shape), out_roles, fn(*local_args))
 
     in_specs, out_specs = jax.tree.map(
         lambda x: P(replicas, *x) if isinstance(x, P) else specs[x], (in_roles, out_roles)
@@ -400,7 +400,7 @@ def map_replicas(
     )
     if set(mesh.axis_types) != {AxisType.Auto, AxisType.Explicit}:
         return mapped
-    return lambda *args: jax.tree.map(_as_typed, mapped(*args))
+    return lambda *args: jax.tree.map(_reshard_to_type, mapped(*args))
 
 
 def _map_spmd(
@@ -436,7 +436,7 @@ def _map_spmd(
     return call
 
 
-def _as_typed(x: jax.Array) -> jax.Array:
+def _reshard_to_type(x: jax.Array) -> jax.Array:
     """Lay `x` out over Explicit axes as its type says.
 
     If other axes are Auto, jax 0.10 leaves the results of a `shard_map` whole despite their types.
@@ -445,7 +445,7 @@ def _as_typed(x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(x, sharding) if any(sharding.spec) else x
 
 
-def _stacked_as(
+def _reshape_replica_axis(
     shape: Callable[[jax.Array], tuple[int, ...]], roles: Roles, tree: PyTree
 ) -> PyTree:
     """Reshape the stacked leaves of a tree with these roles to `shape(leaf)`."""
@@ -498,7 +498,7 @@ def _map_virtual(
 
         return jax.tree.map(merge, tree)
 
-    def spread(role: Role, tree: PyTree) -> PyTree:
+    def constrain(role: Role, tree: PyTree) -> PyTree:
         if mesh.device_mesh.size == 1:
             return tree
         axes = {"shared": (), "stacked": replicas}.get(role, order)
@@ -506,8 +506,8 @@ def _map_virtual(
         return jax.tree.map(partial(lax.with_sharding_constraint, shardings=where), tree)
 
     def virtual(*args: PyTree) -> PyTree:
-        args = jax.tree.map(split, in_roles, jax.tree.map(spread, in_roles, args))
-        return jax.tree.map(spread, out_roles, jax.tree.map(join, out_roles, mapped(*args)))
+        args = jax.tree.map(split, in_roles, jax.tree.map(constrain, in_roles, args))
+        return jax.tree.map(constrain, out_roles, jax.tree.map(join, out_roles, mapped(*args)))
 
     return virtual
 
@@ -515,7 +515,7 @@ def _map_virtual(
 _programs: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
 
 
-def kept_with(
+def cached_program(
     fn: Callable[..., Any], key: Hashable, make: Callable[[Callable[..., Any]], Any]
 ) -> Any:
     """Return `make(fn)` from a cache with keys `fn` and `key`, which does not keep `fn` alive.

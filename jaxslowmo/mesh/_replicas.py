@@ -23,11 +23,11 @@ from jax.sharding import PartitionSpec as P
 from .._support.checks import ArgumentError, warn_user
 from .._support.types import AxisName, PyTree, axis_names
 from ..tree import check_arrays, leaf_names
-from ._axes import only_over
+from ._axes import restrict_spec
 from ._meshes import (
     AnyMesh,
     device_mesh,
-    has_a_device_each,
+    has_device_per_position,
     map_replicas,
     model_axes,
     placement,
@@ -40,7 +40,7 @@ Description = dict[str, str]
 _VALUES = " of values "
 
 
-def is_of_host(x: Any) -> bool:
+def is_host_local(x: Any) -> bool:
     """Return whether `x` has values that only this process holds, so that others' may differ.
 
     False for arrays over several processes, for shapes without values and for traced values.
@@ -74,7 +74,7 @@ def describe(tree: PyTree, *, with_values: bool = False) -> Description:
         seen[name] += 1
         unique = name if seen[name] == 1 else f"{name} (no. {seen[name]})"
         shape = ",".join(map(str, np.shape(leaf)))
-        values = f"{_VALUES}{digest([leaf])}" if with_values and is_of_host(leaf) else ""
+        values = f"{_VALUES}{digest([leaf])}" if with_values and is_host_local(leaf) else ""
         lines[unique] = f"{jax.typeof(leaf).dtype}[{shape}]{values}"
     return lines
 
@@ -139,12 +139,12 @@ def compare_trees(params: PyTree, *, with_values: bool = False, name: str = "par
     """
     if jax.process_count() == 1:
         return
-    descriptions = _of_all_processes(describe(params, with_values=with_values))
+    descriptions = _all_gather_descriptions(describe(params, with_values=with_values))
     types = [
         {name: what.partition(_VALUES)[0] for name, what in description.items()}
         for description in descriptions
     ]
-    lines = differences(types) or _abridged(differences(descriptions))
+    lines = differences(types) or _shorten(differences(descriptions))
     if lines:
         raise ValueError(f"{name}: the trees differ between processes: {'; '.join(lines)}.")
 
@@ -154,11 +154,11 @@ def compare_descriptions(what: str, lines: Description) -> None:
 
     Communication: two gathers of the lines through the host.
     """
-    if wrong := differences(_of_all_processes(lines)):
+    if wrong := differences(_all_gather_descriptions(lines)):
         raise ValueError(f"{what} differ between processes: {'; '.join(wrong)}.")
 
 
-def _of_all_processes(lines: Description) -> list[Description]:
+def _all_gather_descriptions(lines: Description) -> list[Description]:
     payload = np.frombuffer(json.dumps(lines).encode(), np.uint8)
     lengths = multihost_utils.process_allgather(np.array([payload.size], np.int32)).reshape(-1)
     padded = np.zeros(int(lengths.max()), np.uint8)
@@ -171,7 +171,7 @@ def _of_all_processes(lines: Description) -> list[Description]:
 _NUM_VALUES = 4
 
 
-def _abridged(lines: list[str]) -> list[str]:
+def _shorten(lines: list[str]) -> list[str]:
     """Return the first of these lines and advice; often the values of all leaves differ."""
     if not lines:
         return []
@@ -184,13 +184,13 @@ def _is_on(x: Any, mesh: Mesh | AbstractMesh) -> bool:
     return isinstance(sharding, NamedSharding) and sharding.mesh == mesh
 
 
-def on_every_device(tree: PyTree, mesh: AnyMesh) -> PyTree:
+def put_on_all_devices(tree: PyTree, mesh: AnyMesh) -> PyTree:
     """Place leaves on `mesh`, whole on every device unless they are on it already."""
     where = placement(mesh, P())
-    return jax.tree.map(lambda x: _put(x, where, _put_equal), tree)
+    return jax.tree.map(lambda x: _device_put(x, where, _device_put_equal), tree)
 
 
-def _put(
+def _device_put(
     x: Any,
     sharding: NamedSharding,
     put_one: Callable[[Any, NamedSharding], jax.Array] = jax.device_put,
@@ -205,12 +205,12 @@ def _put(
     return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
 
 
-def _put_equal(x: Any, sharding: NamedSharding) -> jax.Array:
+def _device_put_equal(x: Any, sharding: NamedSharding) -> jax.Array:
     """Put an array that all processes have on devices; `device_put` would gather it to compare.
 
     Communication: none.
     """
-    if not (sharding.mesh.is_multi_process and is_of_host(x)):
+    if not (sharding.mesh.is_multi_process and is_host_local(x)):
         return jax.device_put(x, sharding)
     values = np.asarray(x).astype(jax.typeof(x).dtype)  # narrows float64 and Python's numbers
     return array_from_host(values.shape, sharding, lambda where: values[where])
@@ -236,7 +236,7 @@ def array_from_host(
     return jax.make_array_from_single_device_arrays(shape, sharding, parts)
 
 
-def check_stacked(owner: str, tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> int:
+def check_replica_axis(owner: str, tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> int:
     """Return the number of replicas; raise `ValueError` that names leaves without that axis."""
     count = replica_count(owner, mesh, axis_name)
     wrong = [
@@ -259,7 +259,7 @@ def _replicate_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str])
         copied, mesh=mesh, axis_name=axis_name, in_roles=("shared",), automatic=automatic
     )
     # On one device the compiler need not say that it is split, by which it is known as stacked.
-    where = None if has_a_device_each(mesh) else placement(mesh, P(axis_names(axis_name)))
+    where = None if has_device_per_position(mesh) else placement(mesh, P(axis_names(axis_name)))
     return jax.jit(mapped, out_shardings=where)
 
 
@@ -287,13 +287,13 @@ def replicate(params: PyTree, *, mesh: AnyMesh, axis_name: AxisName = "replica")
       several processes one exchange of names, shapes, dtypes and digests of 8 bytes per leaf
       through the host.
     """
-    return replicate_as("params", params, mesh=mesh, axis_name=axis_name)
+    return replicate_argument("params", params, mesh=mesh, axis_name=axis_name)
 
 
-def replicate_as(name: str, params: PyTree, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
+def replicate_argument(name: str, params: PyTree, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
     """Do what `replicate` does, for the argument `name`, which messages use."""
     replicas = replica_count("replicate", mesh, axis_name)
-    if _is_stacked(jax.tree.leaves(params), replicas, mesh, axis_name):
+    if _has_replica_axis(jax.tree.leaves(params), replicas, mesh, axis_name):
         raise ArgumentError(
             name,
             f"replicate: `{name}` must be one copy, and these are stacked for "
@@ -311,12 +311,12 @@ def replicate_as(name: str, params: PyTree, *, mesh: AnyMesh, axis_name: AxisNam
             'them: {"replica": 2, "fsdp": 4} in place of {"data": 8}.'
         )
     compare_trees(params, with_values=True, name=name)
-    placed = on_every_device(params, mesh)
+    placed = put_on_all_devices(params, mesh)
     automatic = model_axes(placed, mesh, axis_name)
     return _replicate_fn(mesh, axis_name, automatic)(placed)
 
 
-def _is_stacked(leaves: list[Any], replicas: int, mesh: AnyMesh, axis_name: AxisName) -> bool:
+def _has_replica_axis(leaves: list[Any], replicas: int, mesh: AnyMesh, axis_name: AxisName) -> bool:
     """Return whether all leaves have a replica axis, by their shardings."""
     where = placement(mesh, P(axis_names(axis_name)))
     first = [*map(axis_names, where.spec)]  # none if virtual replicas have no devices of their own
@@ -328,10 +328,10 @@ def _is_stacked(leaves: list[Any], replicas: int, mesh: AnyMesh, axis_name: Axis
     return bool(leaves) and all(map(is_split, leaves))
 
 
-def on_mesh(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
+def shard_replicas(tree: PyTree, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
     """Place stacked leaves that are not on `mesh` yet, split over the replica axis."""
     where = placement(mesh, P(axis_names(axis_name)))
-    return jax.tree.map(lambda x: _put(x, where), tree)
+    return jax.tree.map(lambda x: _device_put(x, where), tree)
 
 
 Layouts = tuple[tuple[tuple[Any, ...], tuple[int, ...], P], ...]
@@ -352,12 +352,12 @@ def inner_specs(stacked: PyTree, axes: frozenset[str]) -> PyTree:
     def spec_of(x: Any) -> P:
         sharding = getattr(x, "sharding", None)
         is_named = isinstance(sharding, NamedSharding)
-        return only_over(sharding.spec[1:], axes) if is_named else P()
+        return restrict_spec(sharding.spec[1:], axes) if is_named else P()
 
     return jax.tree.map(spec_of, stacked)
 
 
-def layouts_of(stacked_params: PyTree) -> Layouts:
+def inner_layouts(stacked_params: PyTree) -> Layouts:
     """Return the layout inside a replica of stacked parameters `(replicas, *s)`."""
     return tuple(
         (path, leaf.shape[1:], P(*leaf.sharding.spec[1:]))
@@ -366,7 +366,7 @@ def layouts_of(stacked_params: PyTree) -> Layouts:
     )
 
 
-def laid_out(tree: PyTree, specs: PyTree) -> PyTree:
+def constrain_layout(tree: PyTree, specs: PyTree) -> PyTree:
     """Constrain every leaf of `tree` to the layout of its spec, over the automatic axes.
 
     Without constraints the compiler may split a whole array and gather it again for its next use.
@@ -380,12 +380,12 @@ def laid_out(tree: PyTree, specs: PyTree) -> PyTree:
     automatic = frozenset(mesh.auto_axes)
 
     def place(x: jax.Array, spec: P) -> jax.Array:
-        return lax.with_sharding_constraint(x, only_over(spec, automatic))
+        return lax.with_sharding_constraint(x, restrict_spec(spec, automatic))
 
     return jax.tree.map(place, tree, specs) if automatic else tree
 
 
-def sharded_like(state: PyTree, layouts: Layouts, num_replicas: int) -> PyTree:
+def shard_like(state: PyTree, layouts: Layouts, num_replicas: int) -> PyTree:
     """Shard the leaves of `state` that mirror a parameter as the parameter is inside a replica.
 
     Fresh zeros carry no layout, so the compiler would keep moments of sharded parameters whole on
@@ -394,7 +394,7 @@ def sharded_like(state: PyTree, layouts: Layouts, num_replicas: int) -> PyTree:
 
     Args:
       state: one replica's state, under the replica axis.
-      layouts: layouts of the parameters inside a replica, from `layouts_of`.
+      layouts: layouts of the parameters inside a replica, from `inner_layouts`.
       num_replicas: number of blocks into which shared state is cut.
 
     Communication: none.

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.types import PyTree
 from ..gradients.tied import sum_over_holders
-from ..mesh import axis_names, axis_size, from_first, only_over
+from ..mesh import axis_names, axis_size, broadcast_from_first, restrict_spec
 from ..tree import LeafPlace
 from ._split_stage import StageProgram, split_stage
 from .model import (
@@ -344,7 +344,11 @@ class StepReduction:
             if not self.data_axes:
                 return x
             is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-            return lax.pmean(x, self.data_axes) if is_float else from_first(x, self.data_axes)
+            return (
+                lax.pmean(x, self.data_axes)
+                if is_float
+                else broadcast_from_first(x, self.data_axes)
+            )
 
         return {name: mean_state(x)[None] for name, x in totals.states.items()}
 
@@ -374,7 +378,7 @@ class StepReduction:
 
     def spec(self, name: str) -> P:
         """Return the sharding of a stage's buffer over the data axes."""
-        return only_over(self.plan.layout.specs[name][1:], frozenset(self.data_axes))
+        return restrict_spec(self.plan.layout.specs[name][1:], frozenset(self.data_axes))
 
     @property
     def _num_shares(self) -> int:

@@ -41,7 +41,7 @@ def check_even(name: str, num_nodes: int) -> None:
         )
 
 
-def takes(value: Any, *arguments: str) -> bool:
+def accepts(value: Any, *arguments: str) -> bool:
     """Return whether `value` can be called with these positional arguments, as far as is known."""
     if not callable(value):
         return False
@@ -54,7 +54,7 @@ def takes(value: Any, *arguments: str) -> bool:
     return True
 
 
-def described(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Return text for messages: a function with its parameters, or the `repr` of other values."""
     try:
         return f"{value.__name__}, which takes ({parameters(value)})"

@@ -60,10 +60,10 @@ class Convergence:
 
     def errors(self, count: int) -> np.ndarray:
         """Return the consensus errors after 0, 1, ..., `count` rounds."""
-        state, errors = self._start, [_norm(self._deviation(self._start, 0))]
+        state, errors = self._start, [_spectral_norm(self._deviation(self._start, 0))]
         for t in range(count):
             state = self._next(state, t)
-            errors.append(_norm(self._deviation(state, t + 1)))
+            errors.append(_spectral_norm(self._deviation(state, t + 1)))
         return np.array(errors)
 
     def error(self, rounds: int) -> float:
@@ -75,7 +75,7 @@ class Convergence:
                 state = self._power(k) @ state
         for t in range(rest):
             state = self._next(state, t)
-        return _norm(self._deviation(state, rounds))
+        return _spectral_norm(self._deviation(state, rounds))
 
     def rounds_within(self, tolerance: float) -> int | None:
         """Return the first number of rounds with an error of at most `tolerance`; None if none.
@@ -90,16 +90,16 @@ class Convergence:
         most = self._subtracted.max() / self._subtracted[0].min()
         goal = tolerance * np.sqrt(most)
         doublings = 0
-        while _exceeds(self._weighted(self._power(doublings) @ self._start), goal):
+        while _norm_exceeds(self._weighted_deviation(self._power(doublings) @ self._start), goal):
             doublings += 1
             if doublings > _MOST_DOUBLINGS:
                 return None
         t, state = 0, self._start
         for k in reversed(range(doublings)):
             ahead = self._power(k) @ state
-            if _exceeds(self._weighted(ahead), goal):
+            if _norm_exceeds(self._weighted_deviation(ahead), goal):
                 t, state = t + 2**k * self.num_rounds, ahead
-        while _exceeds(self._deviation(state, t), tolerance * _SLACK):
+        while _norm_exceeds(self._deviation(state, t), tolerance * _SLACK):
             state = self._next(state, t)
             t += 1
         return t
@@ -107,14 +107,14 @@ class Convergence:
     def _next(self, state: np.ndarray, t: int) -> np.ndarray:
         """Return the state after one more round."""
         after = self._subtracted[(t + 1) % self.num_rounds] / self._size
-        product = self._matrices[t % self.num_rounds].times(state)
+        product = self._matrices[t % self.num_rounds].matmul(state)
         return product - after[:, None] * state.sum(axis=0)
 
     def _deviation(self, state: np.ndarray, t: int) -> np.ndarray:
         weights = self._subtracted[t % self.num_rounds] + state[:, -1]
         return state[:, :-1] / weights[:, None]
 
-    def _weighted(self, state: np.ndarray) -> np.ndarray:
+    def _weighted_deviation(self, state: np.ndarray) -> np.ndarray:
         """Return the deviation after whole rotations, times the square root of w."""
         weights = self._subtracted[0] + state[:, -1]
         return state[:, :-1] / np.sqrt(weights)[:, None]
@@ -128,19 +128,19 @@ class Convergence:
     def _limit_weights(self) -> np.ndarray:
         product = np.eye(self._size)
         for matrix in self._matrices:
-            product = matrix.times(product)
+            product = matrix.matmul(product)
         limit = [_stationary(product) * self._size]
         for matrix in self._matrices[:-1]:
-            limit.append(matrix.times(limit[-1][:, None])[:, 0])
+            limit.append(matrix.matmul(limit[-1][:, None])[:, 0])
         return np.array(limit)
 
     def _rotation(self) -> tuple[np.ndarray, bool]:
         """Return the product of a rotation's factors, and whether it is 0 up to rounding."""
         total = np.eye(self._size)
-        size = _length(total)
+        size = _frobenius_norm(total)
         for t in range(self.num_rounds):
             total = self._next(total, t)
-            before, size = size, _length(total)
+            before, size = size, _frobenius_norm(total)
             if size <= _VANISHED * before:
                 return np.zeros_like(total), True
         return total, False
@@ -152,9 +152,9 @@ class Convergence:
         power = self._powers[0]
         for _ in range(self._size.bit_length()):
             # Rounding gives a nilpotent matrix eigenvalues far above the rounding errors.
-            power = power / _length(power)
+            power = power / _frobenius_norm(power)
             power = power @ power
-            if _length(power) <= _VANISHED:
+            if _frobenius_norm(power) <= _VANISHED:
                 return 0.0
         return float(min(np.abs(np.linalg.eigvals(self._powers[0])).max(), 1.0))
 
@@ -175,13 +175,13 @@ class _Sparse:
         # Gathering rows costs about 4 times as much as multiplying with them.
         self._dense = matrix if 4 * len(rows) > matrix.size else None
 
-    def times(self, right: np.ndarray) -> np.ndarray:
+    def matmul(self, right: np.ndarray) -> np.ndarray:
         """Return the product with (n, m) `right`."""
         if self._dense is not None:
             return self._dense @ right
         return np.add.reduceat(self._entries * right[self._columns], self._starts, axis=0)
 
-    def pattern_times(self, right: np.ndarray) -> np.ndarray:
+    def pattern_matmul(self, right: np.ndarray) -> np.ndarray:
         """Return where the product with bool (n, m) `right` is not 0."""
         return np.logical_or.reduceat(right[self._columns], self._starts, axis=0)
 
@@ -206,21 +206,21 @@ def _stationary(matrix: np.ndarray) -> np.ndarray:
     return vector / vector.sum()
 
 
-def _exceeds(matrix: np.ndarray, bound: float) -> bool:
+def _norm_exceeds(matrix: np.ndarray, bound: float) -> bool:
     """Return whether the largest singular value is above `bound`."""
     probe = np.random.default_rng(0).normal(size=len(matrix))
     for _ in range(_PROBES):
         # The power method bounds it from below, much cheaper than computing it.
         image = matrix @ probe
-        if _length(image) > bound * _length(probe):
+        if _frobenius_norm(image) > bound * _frobenius_norm(probe):
             return True
         probe = image @ matrix
-    return _norm(matrix) > bound
+    return _spectral_norm(matrix) > bound
 
 
-def _norm(matrix: np.ndarray) -> float:
+def _spectral_norm(matrix: np.ndarray) -> float:
     """Return the largest singular value."""
-    scale = _length(matrix)
+    scale = _frobenius_norm(matrix)
     if scale == 0:
         return 0.0
     # Several times as fast as a singular value decomposition. Scaling keeps squares from vanishing.
@@ -228,7 +228,7 @@ def _norm(matrix: np.ndarray) -> float:
     return float(scale * np.sqrt(max(np.linalg.eigvalsh(scaled.T @ scaled)[-1], 0.0)))
 
 
-def _length(x: np.ndarray) -> float:
+def _frobenius_norm(x: np.ndarray) -> float:
     """Return the square root of the sum of squares; `np.linalg.norm` would start BLAS threads."""
     return float(np.sqrt(np.square(x).sum()))
 
@@ -238,7 +238,7 @@ def _is_primitive(matrices: Sequence[_Sparse], size: int) -> bool:
     pattern = np.eye(size, dtype=bool)
     for matrix in matrices:
         # No row of a mixing matrix is empty, so a full pattern stays full.
-        pattern = pattern if pattern.all() else matrix.pattern_times(pattern)
+        pattern = pattern if pattern.all() else matrix.pattern_matmul(pattern)
     # By Wielandt's bound the power (n - 1)^2 + 1, or any higher one, decides.
     power = 1
     while power <= (size - 1) ** 2 and not pattern.all():

@@ -47,7 +47,7 @@ def circulant(
     return Graph(num_nodes, peers_per_step, rows, is_dynamic, is_bipartite, name)
 
 
-def _bipartite(
+def _bipartite_circulant(
     name: str, num_nodes: int, distances: Iterable[int], peers_per_step: int, dedupe: bool
 ) -> Graph:
     """Return the graph of odd distances, forwards and backwards, between even and odd nodes."""
@@ -150,7 +150,9 @@ def bipartite_exponential(
     """
     num_nodes = as_size("num_nodes", num_nodes)
     distances = [1] + [1 + power for power in powers_below(2, num_nodes)[1:]]
-    return _bipartite("bipartite_exponential", num_nodes, distances, peers_per_step, dedupe)
+    return _bipartite_circulant(
+        "bipartite_exponential", num_nodes, distances, peers_per_step, dedupe
+    )
 
 
 def symmetric_exponential(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
@@ -236,7 +238,7 @@ def bipartite_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = 
     """
     num_nodes = as_size("num_nodes", num_nodes)
     distances = range(1, num_nodes, 2)
-    return _bipartite("bipartite_linear", num_nodes, distances, peers_per_step, dedupe)
+    return _bipartite_circulant("bipartite_linear", num_nodes, distances, peers_per_step, dedupe)
 
 
 def complete(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
@@ -532,9 +534,11 @@ def make_graph(
     allowed = list(inspect.signature(GRAPHS[name]).parameters)[1:]
     unknown = [option for option in options if option not in allowed]
     if unknown:
-        raise ValueError(f"{name} has no option {_listed(unknown)}; it has {_listed(allowed)}.")
+        raise ValueError(
+            f"{name} has no option {_quote_names(unknown)}; it has {_quote_names(allowed)}."
+        )
     return GRAPHS[name](num_nodes, **options)
 
 
-def _listed(names: Iterable[str]) -> str:
+def _quote_names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)

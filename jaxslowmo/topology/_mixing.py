@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ._arguments import described, parameters, takes
+from ._arguments import accepts, describe_value, parameters
 from ._phone_book import Edge, Graph
 
 Mixing = Callable[[Graph, int], Any]
@@ -87,13 +87,13 @@ def check_mixing(mixing: Any) -> None:
     Raises:
       ValueError: another value.
     """
-    if mixing is None or takes(mixing, "graph", "step"):
+    if mixing is None or accepts(mixing, "graph", "step"):
         return
     is_factory = mixing is uniform_mixing or mixing is self_weighted
     hint = f"; did you mean {mixing.__name__}({parameters(mixing)})?" if is_factory else "."
     raise ValueError(
         "`mixing` must be a callable (graph, step) -> matrix P[destination, source], got "
-        f"{described(mixing)}{hint}"
+        f"{describe_value(mixing)}{hint}"
     )
 
 
@@ -229,10 +229,10 @@ def exchange_rounds(graph: Graph, mixing: Mixing | None = None) -> tuple[Exchang
         does not repeat with the rotation.
     """
     matrices = rotation_matrices(graph, mixing)
-    return tuple(_round(graph, matrix, step) for step, matrix in enumerate(matrices))
+    return tuple(_exchange_round(graph, matrix, step) for step, matrix in enumerate(matrices))
 
 
-def _round(graph: Graph, matrix: np.ndarray, step: int) -> ExchangeRound:
+def _exchange_round(graph: Graph, matrix: np.ndarray, step: int) -> ExchangeRound:
     permutations = graph.permutations(step)
     times = Counter(edge for permutation in permutations for edge in permutation)
     received = np.zeros((len(permutations), graph.num_nodes))

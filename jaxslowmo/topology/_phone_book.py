@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ._arguments import as_rows, as_size, described, takes
+from ._arguments import accepts, as_rows, as_size, describe_value
 
 Edge = tuple[int, int]  # (source, destination)
 
@@ -100,7 +100,7 @@ def check_phone_book(
                 )
 
 
-def check_connected(name: str, num_nodes: int, rows: Sequence[Sequence[int]]) -> None:
+def check_connectivity(name: str, num_nodes: int, rows: Sequence[Sequence[int]]) -> None:
     """Raise `ValueError` unless the value of every node can reach all others.
 
     Args:
@@ -185,7 +185,7 @@ class Graph:
         check_phone_book(self.name, self.num_nodes, self.phone_book, self.is_bipartite)
         # A static graph uses only the first entries, so the others connect nothing.
         in_use = self.phone_book if self.is_dynamic else self.out_peers(0)
-        check_connected(self.name, self.num_nodes, in_use)
+        check_connectivity(self.name, self.num_nodes, in_use)
         if self.num_rounds > MAX_ROUNDS:
             raise ValueError(
                 f"{self.name}({self.num_nodes}): a rotation must have at most {MAX_ROUNDS} "
@@ -200,11 +200,11 @@ class Graph:
         if not self.is_dynamic:
             return 1
         rows = [row for row in self.phone_book if row]
-        return math.lcm(1, *(len(row) // math.gcd(len(row), self._sends(row)) for row in rows))
+        return math.lcm(1, *(len(row) // math.gcd(len(row), self._num_sent(row)) for row in rows))
 
     def out_peers(self, step: int) -> Peers:
         """Return the peers that each node sends to at exchange `step` = 0, 1, ..., in order."""
-        return tuple(self._out_peers_of(row, step) for row in self.phone_book)
+        return tuple(self._row_peers(row, step) for row in self.phone_book)
 
     def in_peers(self, step: int) -> Peers:
         """Return the nodes that each node receives from at exchange `step`.
@@ -224,9 +224,9 @@ class Graph:
         regular.
         """
         step %= self.num_rounds
-        if step not in self._coloured:
-            self._coloured[step] = tuple(map(tuple, colour_edges(self._edges(step))))
-        return self._coloured[step]
+        if step not in self._permutation_cache:
+            self._permutation_cache[step] = tuple(map(tuple, colour_edges(self._edges(step))))
+        return self._permutation_cache[step]
 
     @cached_property
     def is_regular(self) -> bool:
@@ -237,7 +237,7 @@ class Graph:
         )
 
     @cached_property
-    def _coloured(self) -> dict[int, tuple[tuple[Edge, ...], ...]]:
+    def _permutation_cache(self) -> dict[int, tuple[tuple[Edge, ...], ...]]:
         """The cache of `permutations`, by round."""
         return {}
 
@@ -251,11 +251,11 @@ class Graph:
             if place < len(peers)
         ]
 
-    def _sends(self, row: Sequence[int]) -> int:
+    def _num_sent(self, row: Sequence[int]) -> int:
         return min(self.peers_per_step, len(row))
 
-    def _out_peers_of(self, row: Sequence[int], step: int) -> tuple[int, ...]:
-        count = self._sends(row)
+    def _row_peers(self, row: Sequence[int], step: int) -> tuple[int, ...]:
+        count = self._num_sent(row)
         start = step * count if self.is_dynamic else 0
         return tuple(row[(start + i) % len(row)] for i in range(count))
 
@@ -316,10 +316,10 @@ def check_graph(owner: str, graph: Any) -> None:
     Raises:
       ValueError: another value.
     """
-    if graph is None or isinstance(graph, Graph) or takes(graph, "num_nodes"):
+    if graph is None or isinstance(graph, Graph) or accepts(graph, "num_nodes"):
         return
-    hint = "; did you mean `mixing`?" if takes(graph, "graph", "step") else "."
+    hint = "; did you mean `mixing`?" if accepts(graph, "graph", "step") else "."
     raise ValueError(
         f"{owner}: `graph` must be a js.topology.Graph, a function of the number of nodes that "
-        f"makes one, or None, got {described(graph)}{hint}"
+        f"makes one, or None, got {describe_value(graph)}{hint}"
     )

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._support.types import PyTree
-from ..mesh import is_shared
+from ..mesh import is_shared_leaf
 from ..tree import leaf_names
 
 
@@ -54,7 +54,7 @@ def container_problem(batch: PyTree) -> str | None:
     )
     for name, node in containers:
         what = f"`batch`: {name!r} is a {type(node).__name__}, "
-        shapes = {np.shape(x) for x in jax.tree.leaves(node) if not is_shared(x)}
+        shapes = {np.shape(x) for x in jax.tree.leaves(node) if not is_shared_leaf(x)}
         if isinstance(shape := getattr(node, "shape", None), tuple):
             shapes.add(shape)
         if named := shapes & {*_static_tuples(jax.tree.structure(node))}:
@@ -69,7 +69,7 @@ def container_problem(batch: PyTree) -> str | None:
 
 def _sizes(tree: PyTree) -> set[int]:
     """Return the leading dimensions of the leaves that are split."""
-    return {np.shape(x)[0] for x in jax.tree.leaves(tree) if not is_shared(x)}
+    return {np.shape(x)[0] for x in jax.tree.leaves(tree) if not is_shared_leaf(x)}
 
 
 def _format_sizes(sizes: set[int]) -> str:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import warn_user
-from .._support.coordinator import NoNoteError, forget, tell, wait_for
+from .._support.coordinator import NoNoteError, delete_notes, wait_for_note, write_note
 from .._support.types import AxisName, PyTree
 from ..embedding import Embeddings
 from ..mesh import (
@@ -34,8 +34,8 @@ from ..mesh import (
     device_mesh,
     differences,
     digest,
-    is_of_host,
-    is_shared,
+    is_host_local,
+    is_shared_leaf,
     name_processes,
     placement,
 )
@@ -290,7 +290,7 @@ class BatchPlacer:
 
     def _leaf_type(self, x: Any) -> Any:
         """Return type and placement of a leaf; None if each batch with it must be looked at."""
-        if self._is_multi_process and is_of_host(x):
+        if self._is_multi_process and is_host_local(x):
             return None
         return (x.shape, x.dtype) if type(x) is np.ndarray else type_and_sharding(x)
 
@@ -363,7 +363,7 @@ class BatchPlacer:
                 f"updates, before that of a batch; got {sorted(counts) or 'no leaf'}."
             )
         ((length,),) = counts
-        if is_multi_process(self._mesh) and any(map(is_of_host, jax.tree.leaves(batches))):
+        if is_multi_process(self._mesh) and any(map(is_host_local, jax.tree.leaves(batches))):
             parts = [
                 self.check_and_place(jax.tree.map(lambda x, i=i: x[i], batches), None, axes)[0]
                 for i in range(length)
@@ -427,7 +427,7 @@ class BatchPlacer:
 
     def _num_parts(self, x: Any, axes: tuple[str, ...]) -> int:
         """Return how many parts `x` holds the rows of: all parts, or those of this process."""
-        if self._host_batch == "local" and is_multi_process(self._mesh) and is_of_host(x):
+        if self._host_batch == "local" and is_multi_process(self._mesh) and is_host_local(x):
             return len(own_parts(self._mesh, axes))
         return _num_parts(self._mesh, axes)
 
@@ -450,7 +450,7 @@ class BatchPlacer:
         divides = [self._is_split(x, axes) for x in leaves]
         in_lists = _in_lists_of_numbers(batch)
         is_right = [
-            splits or (is_shared(x) and not in_list)
+            splits or (is_shared_leaf(x) and not in_list)
             for splits, x, in_list in zip(divides, leaves, in_lists, strict=True)
         ]
         if all(is_right) and (any(divides) or not leaves):
@@ -501,7 +501,7 @@ class BatchPlacer:
         # In several processes, `device_put` of a host array with such a sharding gathers it from
         # all processes to check that they agree: communication, and an error for different parts.
         mesh = device_mesh(self._mesh)
-        if not mesh.is_multi_process or not is_of_host(x):
+        if not mesh.is_multi_process or not is_host_local(x):
             return _ensure_sharding(x, target)
         if self._host_batch == "local" and axes:
             return array_from_parts(x, mesh, axes)
@@ -513,7 +513,7 @@ class BatchPlacer:
     def _compare(self, batch: PyTree, axes: tuple[str, ...], mesh: Mesh) -> None:
         """Compare a batch of arrays with those of the other processes where its shapes are new."""
         leaves, treedef = jax.tree.flatten(batch)
-        types = [(x.shape, x.dtype) for x in leaves if is_of_host(x)]
+        types = [(x.shape, x.dtype) for x in leaves if is_host_local(x)]
         self._num_calls += bool(types)  # arrays on devices were compared when placed
         if not types or (treedef, *types) in self._seen:
             return
@@ -539,7 +539,7 @@ class BatchPlacer:
         return Note(self._num_calls, None, describe(whole), digests)
 
     def _digests(self, batch: PyTree, axes: tuple[str, ...]) -> dict[str, str]:
-        arrays = [x for x in jax.tree.leaves(batch) if is_of_host(x)]
+        arrays = [x for x in jax.tree.leaves(batch) if is_host_local(x)]
         is_whole = self._host_batch == "global"
         parts = ("whole",) if is_whole else own_parts(self._mesh, axes)
         split = [x for x in arrays if self._is_split(x, axes)]
@@ -616,17 +616,17 @@ class Comparisons:
             if decides:
                 notes = {process: note}
                 for process in others:
-                    notes[process] = json.loads(wait_for(f"{key}/notes/{process}", seconds))
+                    notes[process] = json.loads(wait_for_note(f"{key}/notes/{process}", seconds))
                 verdict = judge(notes)
             else:
-                tell(f"{key}/notes/{jax.process_index()}", json.dumps(note))
-                verdict = Verdict(*json.loads(wait_for(f"{key}/verdict", seconds)))
+                write_note(f"{key}/notes/{jax.process_index()}", json.dumps(note))
+                verdict = Verdict(*json.loads(wait_for_note(f"{key}/verdict", seconds)))
         except NoNoteError:
             who = f"process {process} did not report within {seconds:g} s"
             verdict = Verdict(warning=late.replace("{who}", who))
         if decides:
-            tell(f"{key}/verdict", json.dumps(verdict))
-            forget(f"{key}/notes")
+            write_note(f"{key}/verdict", json.dumps(verdict))
+            delete_notes(f"{key}/notes")
         if verdict.error:
             raise ValueError(verdict.error)
         if verdict.warning:

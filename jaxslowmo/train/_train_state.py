@@ -14,12 +14,12 @@ from .._support.types import AxisName, PyTree
 from ..mesh import (
     AnyMesh,
     default_generator,
-    has_a_device_each,
+    has_device_per_position,
     key_bits,
     map_replicas,
-    own_keys,
+    per_replica_keys,
     replicate,
-    replicate_as,
+    replicate_argument,
 )
 from ..tree import leaf_names
 
@@ -111,7 +111,7 @@ def initial_state(
         opt_state=opt_state,
         model_state=with_own_keys(
             "model_state",
-            replicate_as("model_state", one_state, mesh=mesh, axis_name=axis_name),
+            replicate_argument("model_state", one_state, mesh=mesh, axis_name=axis_name),
             mesh=mesh,
             axis_name=axis_name,
         ),
@@ -139,7 +139,7 @@ def with_own_keys(name: str, stacked: PyTree, *, mesh: AnyMesh, axis_name: AxisN
         )
     if places:
         split_keys = map_replicas(
-            lambda keys: own_keys(keys, axis_name),
+            lambda keys: per_replica_keys(keys, axis_name),
             mesh=mesh,
             axis_name=axis_name,
             in_roles=("stacked",),
@@ -151,7 +151,7 @@ def with_own_keys(name: str, stacked: PyTree, *, mesh: AnyMesh, axis_name: AxisN
 
 def _warn_of_rbg(model_state: PyTree, mesh: AnyMesh) -> None:
     """Warn where replicas under `vmap` draw other numbers than on devices of their own."""
-    if has_a_device_each(mesh):
+    if has_device_per_position(mesh):
         return
     keys = [x for x in jax.tree.leaves(model_state) if _is_key(x)]
     impls = {str(jax.random.key_impl(x)) for x in keys} | {default_generator()}
@@ -179,7 +179,7 @@ def _stacked_raw_keys(model_state: PyTree) -> list[str]:
 
 def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:
     """Return the data of a key per replica: the seed's key with the replica's index folded in."""
-    bits = replicate_as("seed", key_bits(seed), mesh=mesh, axis_name=axis_name)
+    bits = replicate_argument("seed", key_bits(seed), mesh=mesh, axis_name=axis_name)
     return _keys_fn(mesh, axis_name)(bits)
 
 

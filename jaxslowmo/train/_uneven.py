@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._support.checks import check_choice
-from .._support.coordinator import NoNoteError, forget, gather_notes
+from .._support.coordinator import NoNoteError, delete_notes, gather_notes
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, axis_names, replica_count
 from ..tree import leaf_names
@@ -122,7 +122,7 @@ class _NoteExchange:
             ) from error
         if jax.process_index() == self._processes[0]:
             # Processes that sent a note for this batch have read the notes for the one before.
-            forget(f"{self._topic}/{self._batches - 1}")
+            delete_notes(f"{self._topic}/{self._batches - 1}")
         notes = [json.loads(text) for text in texts]
         for process, each in zip(self._processes, notes, strict=True):
             if "error" in each:

@@ -22,7 +22,7 @@ from ..mesh import (
     model_axes,
     replica_count,
     replicate,
-    replicate_as,
+    replicate_argument,
 )
 from ..transform import ParameterTransform, first_states, of_one
 from ..transform import init as make_states
@@ -83,7 +83,9 @@ class ExchangingStep:
         check_arrays("with_exchange", state)
         state = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), state)
         self._update.check(state)
-        stacked = with_own_keys("state", replicate_as("state", state, **self._where), **self._where)
+        stacked = with_own_keys(
+            "state", replicate_argument("state", state, **self._where), **self._where
+        )
         params = self._update.params.get(stacked)
         sync = self._bind(params)
         local, shared = first_states(sync, params, param_specs=sync.param_specs, **self._where)

@@ -16,15 +16,15 @@ from .._support.types import AxisName, PyTree
 from ..mesh import (
     AnyMesh,
     Layouts,
+    cached_program,
+    check_replica_axis,
     check_same_tree,
-    check_stacked,
-    kept_with,
-    layouts_of,
+    inner_layouts,
     map_replicas,
     model_axes,
-    on_mesh,
     replica_count,
-    sharded_like,
+    shard_like,
+    shard_replicas,
 )
 from ._gradients import GradientTransform, Joined, over_stages, spec_of
 from ._optax_states import moving_states
@@ -192,17 +192,17 @@ def init(
     Communication: none over devices; with several processes one exchange of the trees' names,
       shapes and dtypes (a few KiB) through the host.
     """
-    check_stacked("init", stacked_params, mesh, axis_name)
+    check_replica_axis("init", stacked_params, mesh, axis_name)
     check_same_tree(stacked_params)
 
-    placed = on_mesh(stacked_params, mesh, axis_name)
+    placed = shard_replicas(stacked_params, mesh, axis_name)
     automatic = model_axes(placed, mesh, axis_name)
-    over = (mesh, axis_name, automatic, layouts_of(placed) if automatic else ())
-    # `kept_with` refers to it weakly, and a bound method, as of optax.MultiSteps, is a new object.
+    over = (mesh, axis_name, automatic, inner_layouts(placed) if automatic else ())
+    # `cached_program` refers to it weakly, and a bound method, as of optax.MultiSteps, is new.
     tx_init = tx.init
-    made = kept_with(tx_init, over, lambda tx_init: _init_fn(tx_init, *over))(placed)
+    made = cached_program(tx_init, over, lambda tx_init: _init_fn(tx_init, *over))(placed)
     # jax (0.10) leaves out arguments that a program does not use, and with them where they lie.
-    return on_mesh(made, mesh, axis_name)
+    return shard_replicas(made, mesh, axis_name)
 
 
 def _warn_of_copies(state: PyTree, followed: Counter[str]) -> None:
@@ -228,7 +228,7 @@ def _init_fn(
             state = jax.tree.map(jnp.copy, tx_init(params))
         check_order("init", state)
         _warn_of_copies(state, followed)
-        return sharded_like(state, layouts, replica_count("init", mesh, axis_name))
+        return shard_like(state, layouts, replica_count("init", mesh, axis_name))
 
     return jax.jit(
         map_replicas(

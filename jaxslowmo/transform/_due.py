@@ -15,7 +15,7 @@ from .._support.checks import checked_int
 from .._support.scopes import PHASE
 from .._support.types import PyTree
 from .._support.varying import tracks_types, varying_axes
-from ..mesh import uniform, varied
+from ..mesh import cast_varying, uniform
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ def _of_equal_types(
     traced = [jax.jit(branch, inline=True) for branch in branches]
     results = [branch.eval_shape(operand) for branch in traced]
     axes = jax.tree.map(lambda *each: frozenset().union(*map(varying_axes, each)), *results)
-    return [lambda x, fn=fn: jax.tree.map(varied, fn(x), axes) for fn in traced]
+    return [lambda x, fn=fn: jax.tree.map(cast_varying, fn(x), axes) for fn in traced]
 
 
 def isolated(fn: Callable[..., PyTree], source: jax.Array, *operands: PyTree) -> PyTree:

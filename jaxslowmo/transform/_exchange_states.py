@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree, axis_names
-from ..mesh import AnyMesh, placement, specs_of_leaves
+from ..mesh import AnyMesh, leaf_specs, placement
 from ..tree import leaf_names, matching_suffix
 from ._parameter_transform import ParameterTransform
 from ._replica_group import ReplicaGroup
@@ -50,7 +50,7 @@ def first_states(
     replicas = StackedReplicas(mesh, axis_name)
 
     def make(stacked: PyTree) -> tuple[PyTree, PyTree]:
-        shared = algorithm.shared(replicas.of_any(stacked, specs_of_leaves(param_specs, params)))
+        shared = algorithm.shared(replicas.of_any(stacked, leaf_specs(param_specs, params)))
         # Each leaf has a buffer of its own, so that the whole state can be donated.
         return jax.tree.map(jnp.copy, (jax.vmap(algorithm.local)(stacked), shared))
 
@@ -115,7 +115,7 @@ def shardings(
     """Return the shardings of local state, of one replica, and of shared state, by their types."""
     replicas = StackedReplicas(mesh, axis_name)
     cuts = group.placed(replicas, param_specs).dimensions(params)
-    names, specs = leaf_names(params), specs_of_leaves(param_specs, params)
+    names, specs = leaf_names(params), leaf_specs(param_specs, params)
     known = dict(zip(names, zip(jax.tree.leaves(params), specs, cuts, strict=True), strict=True))
 
     def of_local(name: str, x: Any) -> P:

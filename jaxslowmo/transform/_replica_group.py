@@ -46,12 +46,12 @@ from ..collectives import (
 from ..collectives.codecs import Codec, Half
 from ..mesh import (
     axis_size,
+    constrain_layout,
     is_bound,
     is_spmd,
-    laid_out,
-    only_over,
+    leaf_specs,
     require_axes,
-    specs_of_leaves,
+    restrict_spec,
     sum_over,
     typed_specs,
 )
@@ -146,7 +146,7 @@ class ReplicaGroup:
         """Return this group for some leaves of a tree, in the form `like(tree, leaves)`."""
         if places is None or self.param_specs is None:
             return self
-        specs = specs_of_leaves(self.param_specs, tree)
+        specs = leaf_specs(self.param_specs, tree)
         return self.over(param_specs=like(tree, [specs[i] for i in places]))
 
     @property
@@ -197,7 +197,7 @@ class ReplicaGroup:
           ValueError: `param_specs` that do not fit the tree, or name an axis that is not here.
         """
         if self.stacked is not None:
-            return specs_of_leaves(self.param_specs, tree)
+            return leaf_specs(self.param_specs, tree)
         mesh, specs = jax.sharding.get_abstract_mesh(), self.param_specs
         if specs is None:
             specs = typed_specs(tree)
@@ -205,7 +205,7 @@ class ReplicaGroup:
                 return None
         # One spec may stand for a whole subtree, as in jit and shard_map.
         try:
-            of_leaves = specs_of_leaves(specs, tree)
+            of_leaves = leaf_specs(specs, tree)
         except ValueError as error:
             raise ValueError(
                 "`param_specs` must be a tree of PartitionSpec with the structure of the "
@@ -218,7 +218,7 @@ class ReplicaGroup:
                     f"`param_specs` names axis {name!r}, which the mesh here does not have "
                     f"(axes: {', '.join(map(repr, mesh.axis_names)) or 'none'})."
                 )
-        return tuple(only_over(spec, _inner_axes()) for spec in of_leaves)
+        return tuple(restrict_spec(spec, _inner_axes()) for spec in of_leaves)
 
     def blocks(self, tree: PyTree) -> PyTree:
         """Return the types of one device's blocks of a tree where `run` packs it."""
@@ -626,8 +626,8 @@ def _as_laid_out(tree: PyTree, group: ReplicaGroup) -> PyTree:
     """Return the tree laid out by the group's specs over axes that are the compiler's here."""
     if group.param_specs is None:
         return tree
-    specs = specs_of_leaves(group.param_specs, tree)
-    return laid_out(tree, jax.tree.unflatten(jax.tree.structure(tree), specs))
+    specs = leaf_specs(group.param_specs, tree)
+    return constrain_layout(tree, jax.tree.unflatten(jax.tree.structure(tree), specs))
 
 
 def _is_by_leaf(group: ReplicaGroup) -> bool:

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.types import AxisName, PyTree, axis_names
-from ..mesh import AnyMesh, has_a_device_each, map_replicas, only_over
+from ..mesh import AnyMesh, has_device_per_position, map_replicas, restrict_spec
 
 
 class Arrays(NamedTuple):
@@ -134,7 +134,9 @@ class StackedReplicas:
         for i, x in enumerate(leaves):
             spec = part.spec(i, ()) if part.cuts is not None else P(*part.spec(i, ())[1:])
             zero = jnp.zeros(x.shape, x.dtype)
-            if has_a_device_each(mesh) and (spec := only_over(spec, _explicit_axes(mesh))):
+            if has_device_per_position(mesh) and (
+                spec := restrict_spec(spec, _explicit_axes(mesh))
+            ):
                 zero = jax.sharding.reshard(zero, NamedSharding(mesh, spec))
             zeros.append(zero)
         return treedef.unflatten(zeros)
@@ -152,7 +154,7 @@ class StackedReplicas:
         self, fn: Callable[..., Any], arguments: Sequence[Arrays], results: Sequence[Arrays]
     ) -> Callable[..., list[PyTree]]:
         mesh = self.mesh
-        if not has_a_device_each(mesh):
+        if not has_device_per_position(mesh):
             return self._vmapped(fn, arguments, results)
         replicas = axis_names(self.axis_name)
 
@@ -179,7 +181,7 @@ class StackedReplicas:
         def laid(tree: PyTree, specs: PyTree) -> PyTree:
             def place(x: jax.Array, spec: P) -> jax.Array:
                 # With a mesh in it: the caller's context may have none.
-                where = NamedSharding(mesh, only_over(spec, explicit))
+                where = NamedSharding(mesh, restrict_spec(spec, explicit))
                 return jax.sharding.reshard(x, where)
 
             return jax.tree.map(place, tree, specs)
@@ -267,17 +269,17 @@ def over_stacked(
     count = math.prod(mesh.shape[name] for name in replicas)
     numbers = jnp.arange(count, dtype=jnp.int32)
     context: Any = nullcontext()
-    if has_a_device_each(mesh) and (explicit := _explicit_axes(mesh)):
+    if has_device_per_position(mesh) and (explicit := _explicit_axes(mesh)):
         # Types name Explicit axes, of which `vmap` reads the context's mesh, and a user may set
         # none. All its arguments must be split alike.
         context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
-        if spec := only_over(P(replicas), explicit):
+        if spec := restrict_spec(P(replicas), explicit):
             numbers = jax.sharding.reshard(numbers, NamedSharding(mesh, spec))
 
     def each(number: jax.Array, own: PyTree) -> tuple[PyTree, PyTree]:
         return fn(StackedReplicas(mesh, axis_name, number), own, shared)
 
-    spmd = replicas if has_a_device_each(mesh) else None
+    spmd = replicas if has_device_per_position(mesh) else None
     with context:
         return jax.vmap(each, out_axes=(0, None), spmd_axis_name=spmd)(numbers, own)
 

@@ -21,7 +21,7 @@ ROWS = {
     "no name": choice(None),
     "an array": choice(np.zeros(2)),
     "processes that were not joined": Refusal(
-        lambda: coordinator.told("a"), "jax.distributed.initialize", error=RuntimeError
+        lambda: coordinator.read_note("a"), "jax.distributed.initialize", error=RuntimeError
     ),
 }
 

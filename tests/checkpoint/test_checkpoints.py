@@ -170,7 +170,7 @@ def test_only_what_the_operating_system_refuses_is_blamed_on_the_disk(state, tmp
         def fail(*_, error=error, **__):
             raise error
 
-        monkeypatch.setattr("jaxslowmo.checkpoint._writing.FolderWrite._begin", fail)
+        monkeypatch.setattr("jaxslowmo.checkpoint._writing.FolderWrite._make_folder", fail)
         with pytest.raises(CheckpointError) as caught:
             Checkpoints(tmp_path).save(1, after(state, 1))
         assert ("Is there space" in str(caught.value)) == blamed

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 
 from checkpoint.runs import MODEL_STATE, PARAMS, batch, leaf_bytes, make_step
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints, _arrays
-from jaxslowmo.checkpoint._arrays import host_print, prints_of
+from jaxslowmo.checkpoint._arrays import fingerprints, host_fingerprint
 
 
 def restored(folder, step, **options):
@@ -142,12 +142,12 @@ def test_fingerprints_of_host_and_device_agree(dtype, monkeypatch):
         arrays.append(jnp.asarray(whole + imaginary, kind).astype(dtype))
     for chunk in (_arrays._CHUNK, 4):
         monkeypatch.setattr(_arrays, "_CHUNK", chunk)
-        assert [host_print(np.asarray(x)) for x in arrays] == prints_of(arrays)
+        assert [host_fingerprint(np.asarray(x)) for x in arrays] == fingerprints(arrays)
 
 
 def test_fingerprints_are_those_that_older_checkpoints_hold():
     x = np.random.default_rng(0).normal(size=3 << 20).astype(np.float32)
-    assert host_print(x) == [2149482881, 3123539245]
+    assert host_fingerprint(x) == [2149482881, 3123539245]
     with jax.enable_x64(True):
         for x in (np.arange(15.0).reshape(3, 5) / 3, np.arange(-7, 8)):
-            assert [host_print(x)] == prints_of([jnp.asarray(x)])
+            assert [host_fingerprint(x)] == fingerprints([jnp.asarray(x)])

@@ -21,21 +21,21 @@ from jaxslowmo.cli._config import (
     CompareConfig,
     RunConfig,
     TrainConfig,
-    flat,
-    options_of,
-    read,
-    replaced,
+    flatten_options,
+    option_types,
+    read_config,
+    replace_options,
     to_file,
 )
 from jaxslowmo.cli._errors import CommandError
 from jaxslowmo.models import GPT_PRESETS
 from jaxslowmo.topology import GRAPHS
 
-OPTIONS = options_of(TrainConfig)
+OPTIONS = option_types(TrainConfig)
 
 
 def asked(*words: object) -> TrainConfig:
-    return read(TrainConfig, "jaxslowmo train", [*map(str, words)])
+    return read_config(TrainConfig, "jaxslowmo train", [*map(str, words)])
 
 
 def test_help_shows_what_most_need_and_a_file_takes_all():
@@ -48,15 +48,17 @@ def test_help_shows_what_most_need_and_a_file_takes_all():
     sections = [x for x in dataclasses.fields(TrainConfig) if x.name != "dry_run"]
     # Names of different sections differ, so that a file needs no sections.
     assert len(OPTIONS) == 1 + sum(len(dataclasses.fields(x.default)) for x in sections)
-    assert flat(replaced(TrainConfig(), flat(TrainConfig()))) == flat(TrainConfig())
+    assert flatten_options(
+        replace_options(TrainConfig(), flatten_options(TrainConfig()))
+    ) == flatten_options(TrainConfig())
     for name in _config._LEAST:
-        assert name in {*OPTIONS, *options_of(_config.SampleConfig), "processes"}
+        assert name in {*OPTIONS, *option_types(_config.SampleConfig), "processes"}
 
 
 def test_help_and_reading_load_no_jax():
     code = (
-        "import sys\nfrom jaxslowmo.cli._config import TrainConfig, read\n"
-        "read(TrainConfig, 'train', ['--steps', '3'])\nprint('jax' in sys.modules)"
+        "import sys\nfrom jaxslowmo.cli._config import TrainConfig, read_config\n"
+        "read_config(TrainConfig, 'train', ['--steps', '3'])\nprint('jax' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -72,7 +74,9 @@ def test_options_come_before_a_file_and_that_before_a_preset(tmp_path):
     assert config.data == _config.DataConfig(batch=4)
     assert asked("--config", file, "--preset", "tiny").run.steps == 48
     assert set(PRESETS) == set(GPT_PRESETS) == {*get_args(OPTIONS["preset"][1])}
-    other = read(CompareConfig, "jaxslowmo compare", ["--config", str(file), "--seeds", "3,4"])
+    other = read_config(
+        CompareConfig, "jaxslowmo compare", ["--config", str(file), "--seeds", "3,4"]
+    )
     assert (other.seeds, other.train.run.steps, other.train.model.tied) == ("3,4", 192, True)
 
 
@@ -90,7 +94,7 @@ def test_what_follows_from_other_options():
     assert asked("--mesh", "fsdp=2", "--replicas", 5).mesh.num_replicas == 5
     for batch, asked_for, count in ((16, None, 8), (8, None, 4), (6, None, 3), (16, 2, 2)):
         values = {"mesh": "stage=2,fsdp=2", "batch": batch, "microbatches": asked_for}
-        assert replaced(TrainConfig(), values).num_microbatches == count
+        assert replace_options(TrainConfig(), values).num_microbatches == count
 
 
 def right_values(hint: Any) -> st.SearchStrategy:
@@ -163,7 +167,7 @@ def test_a_plain_scalar_of_yaml_is_what_json_makes_of_it_else_text(text):
     except ValueError:
         words = {"": None, "~": None, "Null": None, "True": True, "False": False}
         wanted = words.get(text, text)
-    found = _config.plain(text)
+    found = _config.parse_scalar(text)
     assert (type(found), found) == (type(wanted), wanted)
 
 
@@ -266,7 +270,7 @@ def test_the_config_of_a_run_makes_the_next_one(call, text, tmp_path):
     # How a run is started is its own affair: otherwise --overwrite would delete by itself.
     assert not {"resume", "overwrite", "process_id", "out", "config"} & old.keys()
     assert old["schedule_steps"] is None  # so the next run's schedule spans its own steps
-    assert to_file(replaced(TrainConfig(), old)) == old
+    assert to_file(replace_options(TrainConfig(), old)) == old
     assert old.keys() > {x.name for x in dataclasses.fields(RunConfig)} - {
         "out", "config", "overwrite",
     }  # fmt: skip

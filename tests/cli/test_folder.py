@@ -16,7 +16,7 @@ import pytest
 from cli.commands import QUICK, TINY, json_of
 from jaxslowmo.cli import _run
 from jaxslowmo.cli._errors import CommandError
-from jaxslowmo.cli._folder import RunFolder, locked_folder, make_folder
+from jaxslowmo.cli._folder import RunFolder, lock_folder, make_folder
 
 CONFIG = json.dumps({"steps": 9, "algorithm": "sgp"})
 COMPARED = json.dumps({"algorithms": ["sgp", "diloco"]})
@@ -58,10 +58,10 @@ def test_what_lies_there_is_told_with_the_ways_out(tmp_path, files, words, can_g
     write(tmp_path, files)
     for resumes in (True, False, None):
         if words is None or (resumes and can_go_on):
-            RunFolder(tmp_path).refuse_leftovers(resumes=resumes)
+            RunFolder(tmp_path).check_no_earlier_run(resumes=resumes)
             continue
         with pytest.raises(CommandError) as raised:
-            RunFolder(tmp_path).refuse_leftovers(resumes=resumes)
+            RunFolder(tmp_path).check_no_earlier_run(resumes=resumes)
         assert ("--resume" in str(raised.value)) == (can_go_on and resumes is not None)
         assert f"--out {tmp_path} holds {words}: give" in str(raised.value)
         assert "--overwrite" in str(raised.value)
@@ -78,15 +78,15 @@ OTHERS = """lock lock.json notes.txt config.json.bak checkpoints/notes.txt logs/
 
 def test_a_sweep_deletes_what_is_ours_and_nothing_else(tmp_path):
     write(tmp_path, dict.fromkeys([*OURS.split(), *OTHERS.split()], "text"))
-    RunFolder(tmp_path).sweep()
+    RunFolder(tmp_path).delete_run_files()
     left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert left == set(OTHERS.split())
-    RunFolder(tmp_path).refuse_leftovers(resumes=False)
+    RunFolder(tmp_path).check_no_earlier_run(resumes=False)
     assert not (tmp_path / "model").exists()
     # Runs beside those of a run are of their own: somebody has once trained in a folder of runs.
     others = dict.fromkeys(["sgp-seed0/config.json", "sgp-seed0/checkpoints/5/x"], "text")
     write(tmp_path, others | {"config.json": CONFIG, "model/weights.npz": "mine"})
-    RunFolder(tmp_path).sweep()
+    RunFolder(tmp_path).delete_run_files()
     assert not (tmp_path / "config.json").exists()
     assert all((tmp_path / name).exists() for name in (*others, "model/weights.npz"))
 
@@ -137,7 +137,7 @@ def test_folders_are_made_and_after_a_wrong_call_a_new_one_is_gone(tmp_path, mon
         folder = tmp_path / "a" / "b"
         if before:
             folder.mkdir()
-        with pytest.raises(CommandError, match="wrong"), locked_folder(folder, "train"):
+        with pytest.raises(CommandError, match="wrong"), lock_folder(folder, "train"):
             raise CommandError("wrong")
         assert folder.exists() == before
 
@@ -163,11 +163,11 @@ def test_folders_are_made_and_after_a_wrong_call_a_new_one_is_gone(tmp_path, mon
 def test_only_a_number_that_a_step_can_have_is_a_checkpoint(tmp_path, names, words):
     for name in names:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert words in RunFolder(tmp_path).last_saved()
+    assert words in RunFolder(tmp_path).describe_checkpoint()
 
 
 def test_the_last_recorded_step_is_read_off_damaged_records(tmp_path):
-    assert RunFolder(tmp_path).last_recorded() is None
+    assert RunFolder(tmp_path).newest_record_step() is None
     for text, step in (
         (b"", None),
         (b'{"step": 4}\n{"step": 5}\n{"st', 5),
@@ -175,14 +175,14 @@ def test_the_last_recorded_step_is_read_off_damaged_records(tmp_path):
         (b'{"step": 1}\n' * 20000 + b'{"step": 2}\n', 2),
     ):
         (tmp_path / "metrics.jsonl").write_bytes(text)
-        assert RunFolder(tmp_path).last_recorded() == step
+        assert RunFolder(tmp_path).newest_record_step() == step
 
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from jaxslowmo.cli._folder import locked_folder
-with locked_folder(Path(sys.argv[1]), "train"):
+from jaxslowmo.cli._folder import lock_folder
+with lock_folder(Path(sys.argv[1]), "train"):
     print("held", flush=True)
     time.sleep(600)
 """
@@ -203,17 +203,17 @@ def holder(folder):
 
 
 def takes(folder):
-    with locked_folder(folder, "train") as held:
-        return held.facts("lock.json")["token"] == held.token
+    with lock_folder(folder, "train") as held:
+        return held.read_json("lock.json")["token"] == held.token
 
 
 def test_it_is_held_and_given_back(tmp_path):
-    with locked_folder(tmp_path, "train") as held:
+    with lock_folder(tmp_path, "train") as held:
         facts = json.loads((tmp_path / "lock.json").read_text())
         assert (facts["pid"], facts["token"]) == (os.getpid(), held.token)
         with pytest.raises(CommandError, match=f"--out {tmp_path} .* process {os.getpid()} on"):
             takes(tmp_path)
-        assert held.facts("lock.json")["token"] == held.token
+        assert held.read_json("lock.json")["token"] == held.token
         (tmp_path / "lock.json").write_text("[1]")  # damaged
         with pytest.raises(CommandError, match="in use by another process"):
             takes(tmp_path)
@@ -243,7 +243,7 @@ def test_of_many_processes_one_takes_the_lock_of_a_process_that_was_killed(tmp_p
     def come():
         start.wait()
         try:
-            with locked_folder(tmp_path, "train"):
+            with lock_folder(tmp_path, "train"):
                 inside.append(1)
                 most.append(len(inside))
                 inside.pop()
@@ -264,7 +264,7 @@ def test_of_many_processes_one_takes_the_lock_of_a_process_that_was_killed(tmp_p
 
 def test_the_lock_of_another_run_in_a_folder_that_was_deleted_stays(tmp_path):
     folder = tmp_path / "out"
-    with locked_folder(folder, "train"):
+    with lock_folder(folder, "train"):
         for name in ("lock", "lock.json"):
             (folder / name).unlink()
         folder.rmdir()

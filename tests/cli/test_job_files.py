@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from jaxslowmo.cli._config import TrainConfig, read
+from jaxslowmo.cli._config import TrainConfig, read_config
 
 ROOT = Path(__file__).parents[2]
 DOCS, JOBS = ROOT / "docs", ROOT / "examples" / "jobs"
@@ -27,7 +27,7 @@ def as_called(script: str) -> TrainConfig:
     # What the caller adds, and what the shell does with it.
     call = re.split(r'"\$@"|\$\*"| & *$', call)[0]
     words = shlex.split(re.sub(r"\$\(\(.*?\)\)|\$\w+", "4", call))
-    config = read(TrainConfig, "jaxslowmo train", words)
+    config = read_config(TrainConfig, "jaxslowmo train", words)
     assert config.run.out is not None
     assert config.checkpoint.resume
     assert config.checkpoint.checkpoint_every

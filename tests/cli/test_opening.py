@@ -4,8 +4,8 @@ import json
 import os
 from importlib.metadata import version
 
-from jaxslowmo.cli._agreement import opened
-from jaxslowmo.cli._config import TrainConfig, replaced
+from jaxslowmo.cli._agreement import open_run
+from jaxslowmo.cli._config import TrainConfig, replace_options
 from jaxslowmo.cli._processes import ALONE
 from jaxslowmo.data import read_corpus
 from support.pairs import two_processes
@@ -16,8 +16,8 @@ import json
 from pathlib import Path
 from jaxslowmo._support import coordinator as notes
 from jaxslowmo.cli import _agreement
-from jaxslowmo.cli._agreement import opened
-from jaxslowmo.cli._config import TrainConfig, replaced
+from jaxslowmo.cli._agreement import open_run
+from jaxslowmo.cli._config import TrainConfig, replace_options
 from jaxslowmo.cli._errors import code_of, describe
 from jaxslowmo.cli._processes import Cluster
 from jaxslowmo.data import read_corpus
@@ -27,8 +27,8 @@ _agreement._FILE_SERVER_SECONDS = 0.2
 version = _agreement.version
 
 def meet(name):
-    notes.tell(f"{name}/{rank}", "")
-    notes.wait_for(f"{name}/{1 - rank}", 300)
+    notes.write_note(f"{name}/{rank}", "")
+    notes.wait_for_note(f"{name}/{1 - rank}", 300)
 
 for i, case in enumerate(json.loads((root / "cases.json").read_text())):
     own = {"steps": 10, "out": "out", "text": "text"} | case[rank]
@@ -39,12 +39,12 @@ for i, case in enumerate(json.loads((root / "cases.json").read_text())):
     try:
         if own.pop("late", False):
             raise OSError(5, "late")
-        config = replaced(TrainConfig(), own | {"out": str(out)})
+        config = replace_options(TrainConfig(), own | {"out": str(out)})
         corpus = read_corpus(data).fingerprint
         cluster = Cluster(rank, 2)
-        with opened(config, corpus, cluster) as (folder, config):
+        with open_run(config, corpus, cluster) as (folder, config):
             if config.run.overwrite:
-                _agreement.clear(config, folder, cluster)
+                _agreement.clear_folder(config, folder, cluster)
             assert not config.run.overwrite or not (out / "checkpoints").exists()
             print("go", config.run.steps, config.schedule_length, config.checkpoint.resume)
             meet(f"through{i}")
@@ -109,8 +109,8 @@ def test_two_processes(tmp_path, call):
 
 def test_a_run_is_told_of_one_that_is_going_on(tmp_path, call, text):
     out = tmp_path / "out"
-    config = replaced(TrainConfig(), {"out": str(out)})
-    with opened(config, read_corpus(text).fingerprint, ALONE) as (folder, _):
+    config = replace_options(TrainConfig(), {"out": str(out)})
+    with open_run(config, read_corpus(text).fingerprint, ALONE) as (folder, _):
         assert folder.path == out
         for command in ("train", "train --resume", "train --overwrite", "compare"):
             told = call(command, "--data", text, "--out", out)

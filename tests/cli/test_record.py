@@ -14,7 +14,7 @@ from rich.console import Console
 from tensorboardX import record_writer
 
 from cli.commands import curves, records
-from jaxslowmo.cli._config import TrainConfig, replaced
+from jaxslowmo.cli._config import TrainConfig, replace_options
 from jaxslowmo.cli._errors import CommandError, code_of
 from jaxslowmo.cli._folder import RunFolder
 from jaxslowmo.cli._record import (
@@ -29,7 +29,7 @@ from jaxslowmo.cli._record import (
 )
 from support.waiting import wait_until
 
-CONFIG = replaced(TrainConfig(), {"tensorboard": True})
+CONFIG = replace_options(TrainConfig(), {"tensorboard": True})
 
 
 class Told:
@@ -59,7 +59,7 @@ def steps(folder):
 def write(folder, *lines, **options):
     with opened(folder, **options) as files:
         for line in lines:
-            files._keep(line)
+            files._add_record(line)
 
 
 def test_later_records_and_a_line_that_was_cut_off_are_dropped(tmp_path):
@@ -69,7 +69,7 @@ def test_later_records_and_a_line_that_was_cut_off_are_dropped(tmp_path):
         metrics.write_text("\n".join([*lines, '{"step": 2, "lo']))
         with opened(tmp_path, after, TrainConfig()) as files:
             assert [record["step"] for record in files.records] == kept
-            files._keep({"step": 9, "loss": float("nan")})
+            files._add_record({"step": 9, "loss": float("nan")})
             assert metrics.read_text().endswith('{"step": 9, "loss": null}\n')  # at once
             assert [record["step"] for record in files.records] == [*kept, 9]
         assert files.summary("finished", seven=7)["seven"] == 7
@@ -77,7 +77,7 @@ def test_later_records_and_a_line_that_was_cut_off_are_dropped(tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"config.json", "metrics.jsonl", "summary.json"}
     with opened(tmp_path / "out", writes=False) as files:  # another process
-        files._keep({"step": 1})
+        files._add_record({"step": 1})
     files.summary("finished")
     assert files.records == [{"step": 1}]
     assert not (tmp_path / "out").exists()
@@ -116,7 +116,7 @@ def test_records_come_back_when_files_are_deleted(tmp_path, what):
     folder = tmp_path / "out"
     with opened(folder) as files:
         for step in range(3):
-            files._keep({"step": step, "loss": 1.0})
+            files._add_record({"step": step, "loss": 1.0})
         if what == "folder":
             shutil.rmtree(folder)
         elif what == "files":
@@ -125,8 +125,8 @@ def test_records_come_back_when_files_are_deleted(tmp_path, what):
         else:
             (folder / "metrics.jsonl").write_text("")
             (folder / "metrics.jsonl").rename(folder / "old")
-        files._keep({"step": 3, "loss": 1.0})
-        files._keep({"step": 4, "loss": 1.0})
+        files._add_record({"step": 3, "loss": 1.0})
+        files._add_record({"step": 4, "loss": 1.0})
     assert steps(folder) == [0, 1, 2, 3, 4]
     assert json.loads((folder / "config.json").read_text())["preset"] == "1m"
     shutil.rmtree(folder)
@@ -170,12 +170,12 @@ def test_lines_wait_until_a_full_disk_takes_them(tmp_path, monkeypatch, full_dis
     with opened(tmp_path) as files:
         full_disk()
         with pytest.warns(UserWarning, match=r"metrics\S* does not grow: No space left"):
-            files._keep({"step": 1, "loss": 1.0})
-        files._keep({"step": 2, "loss": 2.0})  # one warning is enough
+            files._add_record({"step": 1, "loss": 1.0})
+        files._add_record({"step": 2, "loss": 2.0})  # one warning is enough
         monkeypatch.setattr(FullDisk, "is_full", False)
-        files._keep({"step": 3, "loss": 3.0})
+        files._add_record({"step": 3, "loss": 3.0})
         assert steps(tmp_path) == [1, 2, 3]
-        files._keep({"step": 4, "loss": 4.0})
+        files._add_record({"step": 4, "loss": 4.0})
     assert steps(tmp_path) == [1, 2, 3, 4]
     assert curves(tmp_path)["loss"] == {1: 1, 2: 2, 3: 3, 4: 4}
 
@@ -184,7 +184,7 @@ def test_a_disk_that_stays_full_ends_the_run(tmp_path, monkeypatch, full_disk):
     def stays_full():
         with opened(tmp_path) as files:
             full_disk()
-            files._keep({"step": 1})
+            files._add_record({"step": 1})
 
     with (
         pytest.warns(UserWarning, match="does not grow"),
@@ -207,7 +207,7 @@ def test_events_that_a_full_disk_refuses_do_not_stop_the_run(tmp_path, monkeypat
     with opened(tmp_path) as files:
         monkeypatch.setattr(FullDisk, "is_full", True)
         for step in range(30):
-            files._keep({"step": step, "loss": 1.0})
+            files._add_record({"step": step, "loss": 1.0})
             if step == 1:
                 wait_until(lambda: ends)
         monkeypatch.setattr(FullDisk, "is_full", False)

@@ -221,10 +221,10 @@ def test_which_ends_of_the_child_are_followed_by_a_start(
 
 RUNTIME = """
 import os
-from jaxslowmo.cli._processes import part_from_runtime, pass_on
-part_from_runtime()
+from jaxslowmo.cli._processes import separate_runtime_stderr, write_stderr
+separate_runtime_stderr()
 os.write(2, b"F1121 15:10:32 client.h:80] task 2 is unhealthy")
-pass_on("a line of Python\\n")
+write_stderr("a line of Python\\n")
 os.abort()
 """
 
@@ -240,7 +240,7 @@ def test_the_words_of_a_runtime_that_aborts_are_kept_in_a_file(fake, tmp_path, c
         f"error: another process died or cannot be reached (details: {words}); no checkpoint in "
         f"{tmp_path}/checkpoints\n"
     )
-    RunFolder(tmp_path).sweep()
+    RunFolder(tmp_path).delete_run_files()
     assert not words.exists()
 
 

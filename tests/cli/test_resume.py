@@ -13,7 +13,7 @@ import pytest
 from cli.commands import QUICK, TINY, json_of, records, run, trajectory, write_text
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
 from jaxslowmo.cli import _run, _setup
-from jaxslowmo.cli._config import TrainConfig, flat, options_of, replaced
+from jaxslowmo.cli._config import TrainConfig, flatten_options, option_types, replace_options
 from jaxslowmo.cli._setup import learning_rate_schedule
 from support.waiting import wait_until
 
@@ -65,7 +65,7 @@ def rates(out):
 
 def rates_of(steps, length):
     values = {"learning_rate": 0.2, "warmup": 1, "steps": length}
-    schedule = learning_rate_schedule(replaced(TrainConfig(), values))
+    schedule = learning_rate_schedule(replace_options(TrainConfig(), values))
     return {step: pytest.approx(float(schedule(step - 1))) for step in steps}
 
 
@@ -186,8 +186,8 @@ LEFT_OUT = {
 
 @pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm in half precision
 def test_a_run_whose_config_holds_each_option_resumes_to_the_bit(call, text, tmp_path):
-    defaults = flat(TrainConfig())
-    assert ALL.keys() | LEFT_OUT == options_of(TrainConfig).keys()
+    defaults = flatten_options(TrainConfig())
+    assert ALL.keys() | LEFT_OUT == option_types(TrainConfig).keys()
     assert [name for name in ALL if ALL[name] == defaults[name]] == []
     for name in ("whole", "parts"):
         done = call("train", ALL, "--data", text, "--out", tmp_path / name)
@@ -267,20 +267,20 @@ def test_failed_saves_end_a_run_only_if_they_are_many_or_the_last(
     assert "step 2 could not be written" in outcome.err
     assert steps_in(tmp_path / "first") == [4, 6]
     # The warning does not wait for the next save.
-    usual_look, said = _run.Keeper.look, []
+    usual_look, said = _run.RunSaver.check_save, []
 
     def look(self):
-        if self._begun == 4:  # while the save is in progress
+        if self._saving_step == 4:  # while the save is in progress
             wait_until(lambda: self._checkpoints.failure is not None)
             usual_look(self)
             said.append(capsys.readouterr().err)
 
     failing |= {4}
-    monkeypatch.setattr(_run.Keeper, "look", look)
+    monkeypatch.setattr(_run.RunSaver, "check_save", look)
     soon = "--steps 6 --checkpoint-every 4 --data"
     assert call(RUN, QUICK, AVERAGES, soon, text, "--out", tmp_path / "soon").code == 0
     assert "step 4 could not be written" in said[0]
-    monkeypatch.setattr(_run.Keeper, "look", usual_look)
+    monkeypatch.setattr(_run.RunSaver, "check_save", usual_look)
     saves[:] = [1] * 3
     failing |= {4, 5}
     outcome = call(RUN, QUICK, AVERAGES, few, every, text, "--out", tmp_path / "twice")

@@ -14,7 +14,7 @@ import pytest
 from cli.commands import QUICK, TINY, json_of, run
 from jaxslowmo.checkpoint import load_consensus
 from jaxslowmo.cli._config import SampleConfig
-from jaxslowmo.cli._sample import _shown, find_model, generate
+from jaxslowmo.cli._sample import _printable, find_model, generate
 from jaxslowmo.models import GPT_PRESETS, GPTConfig, gpt_logits_fn, init_gpt
 
 # A run that most tests read: all on one worker.
@@ -163,4 +163,4 @@ def test_drawing(params, ranked):
     ],
 )
 def test_what_is_printed_neither_fails_nor_steers_the_terminal(text, encoding, shown):
-    assert _shown(text, encoding) == shown
+    assert _printable(text, encoding) == shown

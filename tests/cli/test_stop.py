@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxslowmo.cli._processes import Cluster, StopOnSignal
-from jaxslowmo.cli._watch import lost_a_peer
+from jaxslowmo.cli._watch import is_peer_failure
 from support.pairs import two_processes
 
 
@@ -36,9 +36,9 @@ def test_the_first_signal_asks_and_the_second_ctrl_c_raises():
 
 PART = """
 import time
-from jaxslowmo.cli._watch import Watch, failing_together
+from jaxslowmo.cli._watch import Watch, propagate_failures
 
-with failing_together(Watch(rank, 2, 0, lambda: "")):
+with propagate_failures(Watch(rank, 2, 0, lambda: "")):
     time.sleep(0.5 * rank)
 print("parted")
 """
@@ -85,15 +85,15 @@ def test_errors_that_a_lost_process_can_have_caused():
         (chained(RuntimeError(written), OSError("full")), False),
         (ValueError("--replicas must be >= 1"), False),
     ):
-        assert lost_a_peer(error) is is_lost
+        assert is_peer_failure(error) is is_lost
 
 
 FAILS = """
 import time
 from jaxslowmo.cli._errors import CommandError
-from jaxslowmo.cli._watch import Watch, failing_together
+from jaxslowmo.cli._watch import Watch, propagate_failures
 
-with failing_together(Watch(rank, 2, 0, lambda: "")):
+with propagate_failures(Watch(rank, 2, 0, lambda: "")):
     if rank == {rank}:
         raise {error}
     time.sleep(1000)

@@ -10,7 +10,7 @@ import pytest
 
 from jaxslowmo._support.coordinator import NoNoteError
 from jaxslowmo.cli import _watch
-from jaxslowmo.cli._watch import Watch, failing_together
+from jaxslowmo.cli._watch import Watch, propagate_failures
 from support.waiting import wait_until
 
 
@@ -23,14 +23,14 @@ def notes(monkeypatch):
     """The notes at a coordinator, of which this process is the only reader."""
     found = {}
 
-    def wait_for(key, seconds):
+    def wait_for_note(key, seconds):
         if key in found:
             return found[key]
         raise NoNoteError(key)
 
-    monkeypatch.setattr(_watch, "told", found.get)
-    monkeypatch.setattr(_watch, "tell", lambda key, text: found.setdefault(key, text) == text)
-    monkeypatch.setattr(_watch, "wait_for", wait_for)
+    monkeypatch.setattr(_watch, "read_note", found.get)
+    monkeypatch.setattr(_watch, "write_note", lambda key, text: found.setdefault(key, text) == text)
+    monkeypatch.setattr(_watch, "wait_for_note", wait_for_note)
     monkeypatch.setattr(_watch, "_LOOK_SECONDS", 0.01)
     return found
 
@@ -69,7 +69,7 @@ def test_the_coordinator_ends_only_when_the_others_have_seen_why(notes, ends):
 
     def leaves(index, code, line):
         with pytest.raises(EndOfStart):
-            watch(index=index).leave(code, line)
+            watch(index=index).exit_with(code, line)
 
     notes["jaxslowmo/seen/1"] = ""
     leaves(0, 1, "why")
@@ -91,7 +91,7 @@ def test_an_exchange_that_fails_since_another_has_failed_ends_it_with_that_code(
     monkeypatch.setattr(_watch, "_LOOK_SECONDS", 100)
 
     def meets_one_that_fails():
-        with failing_together(watch(index=0)):
+        with propagate_failures(watch(index=0)):
             notes[_watch._FAILED] = json.dumps([1, 1, "KeyError: 'missing'"])
             raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
 
@@ -127,12 +127,12 @@ def _is_watching() -> bool:
 def clock(notes, monkeypatch):
     looks = []
 
-    def told(key):
+    def read_note(key):
         if key == _watch._FAILED:
             looks.append(key)
         return notes.get(key)
 
-    monkeypatch.setattr(_watch, "told", told)
+    monkeypatch.setattr(_watch, "read_note", read_note)
     clock = Clock(looks)
     # Of the process, too, whose seconds are progress of a save that compresses.
     fake = types.SimpleNamespace(
@@ -184,10 +184,10 @@ def test_a_step_may_take_three_times_as_long_as_others_of_a_kind(notes, ends, cl
 def test_an_evaluation_may_take_three_times_as_long_as_the_longest_so_far(notes, ends, clock):
     notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
     with watch() as own:
-        with own.besides_steps():
+        with own.outside_steps():
             clock.passes(100)
             own.step_done()
-        with own.besides_steps():
+        with own.outside_steps():
             clock.passes(200)
             own.step_done()
             clock.passes(290)
@@ -200,7 +200,7 @@ def test_a_save_that_grows_is_progress(notes, ends, clock):
     notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
     written = [0]
     with watch() as own:
-        own.follow(lambda: written[0])
+        own.watch_save(lambda: written[0])
         for _ in range(20):
             written[0] += 1
             clock.passes(1)

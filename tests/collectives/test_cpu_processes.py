@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxslowmo.collectives import permute
 from jaxslowmo.collectives._scatter import ring_scatter_sum
-from jaxslowmo.mesh import between_cpu_processes
+from jaxslowmo.mesh import is_between_cpu_processes
 
 
 def over_replicas(fn, mesh):
@@ -32,7 +32,7 @@ def test_every_replica_gets_its_part_of_the_sum_by_a_ring(mesh_of):
 def test_one_process_keeps_the_reduce_scatter_of_the_compiler(mesh_of, monkeypatch):
     def chosen(mapped):
         found = []
-        mapped(lambda own: (found.append(between_cpu_processes("replica")), own)[1])(np.ones(2))
+        mapped(lambda own: (found.append(is_between_cpu_processes("replica")), own)[1])(np.ones(2))
         return found[0]
 
     devices = functools.partial(over_replicas, mesh=mesh_of({"replica": 2}))

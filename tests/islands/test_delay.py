@@ -116,13 +116,13 @@ def test_a_process_that_ends_with_an_exchange_under_way_loses_nothing_that_was_s
     island.train()
     island.exchange()
     island.train()
-    flight = island.island._flight
-    assert flight is not None
+    background = island.island._background
+    assert background is not None
     key = "manifest.json" if is_decided else "/part-a-"
     while not any(key in x for x in objects(str(tmp_path))):
-        assert not flight.outcome.done() or is_decided
+        assert not background.outcome.done() or is_decided
     if is_decided:
-        flight.outcome.result(60)
+        background.outcome.result(60)
     # Its checkpoint is of the second update, beside which the first one was sent.
     again = delayed(tmp_path, "a", 60.0, quorum=1, merge=merge, state=island.state)
     anchor = float(again.state.params["w"][0, 0])
@@ -164,7 +164,7 @@ def test_with_a_codec_what_was_not_sent_follows_beside_training_too(tmp_path):
     )  # fmt: skip
     assert island.round == 12
     assert island._rounds is not None
-    anchor, lost = island._rounds.anchor.values, island._rounds.lost
+    anchor, lost = island._rounds.anchor.values, island._rounds.residual
     assert lost is not None
     assert np.isfinite(lost).all()
     assert all(np.isfinite(x).all() for x in [*anchor, *jax.tree.leaves(state.params)])

@@ -384,13 +384,13 @@ def test_a_state_of_another_run_and_a_name_in_use_are_refused(tmp_path):
 def test_of_two_processes_the_first_stops_though_it_was_waiting(tmp_path, monkeypatch):
     _, state, first = train(tmp_path, "one", slice(0, 1), periods=1)
     rounds: Any = first._rounds
-    decided, later = rounds._decided, []
+    wait_for_manifest, later = rounds._wait_for_manifest, []
 
     def meanwhile() -> Any:
         later.append(train(tmp_path, "one", slice(0, 1), periods=0))
-        return decided()
+        return wait_for_manifest()
 
-    monkeypatch.setattr(rounds, "_decided", meanwhile)
+    monkeypatch.setattr(rounds, "_wait_for_manifest", meanwhile)
     with pytest.raises(IslandsError, match="another process has joined as 'one'"):
         first.exchange(state)
     _, state, second = later[0]

@@ -10,7 +10,7 @@ import jaxslowmo as js
 from islands.test_trust import NAN, SIZE, UNIT, life, moved, part
 from islands.world import Process, World
 from jaxslowmo.islands import IslandsError, _format
-from jaxslowmo.islands._format import Manifest, Run, described, manifest_of, part_of
+from jaxslowmo.islands._format import Manifest, Run, leaf_descriptions, manifest_key, part_key
 from jaxslowmo.islands._optimizer import HostOptimizer
 from jaxslowmo.islands._rounds import Anchor, Rounds, Rules
 from jaxslowmo.islands._store import Store
@@ -49,7 +49,7 @@ def test_a_part_with_nan_whose_round_was_cleaned_up_poisons_no_later_one():
         sleeps_before_reading(rounds, 100.0)
         moved(rounds, NAN)
         assert rounds.anchor.round > 1
-        assert rounds.lost is None or np.isfinite(rounds.lost).all()
+        assert rounds.residual is None or np.isfinite(rounds.residual).all()
         moved(rounds, UNIT[1])
         ends.append(rounds.anchor)
 
@@ -114,7 +114,7 @@ def test_of_two_parts_of_one_island_the_newest_that_can_be_read_is_taken(earlier
     def act(rounds: Rounds) -> None:
         data = part(rounds.run, "b", NAN if kind == "NaN" else UNIT[3])
         data = data[:-1] + b"\x01" if kind == "damaged" else data
-        key = part_of(0, "b", earlier)
+        key = part_key(0, "b", earlier)
         world.objects[key] = world.ever[key] = data
         world.changed()
         moved(rounds, UNIT[1])
@@ -132,10 +132,10 @@ def test_of_two_parts_of_one_island_an_older_one_is_taken_if_the_newest_is_damag
     world, ends = World(lambda n: 0), list[Anchor]()
 
     def first(rounds: Rounds) -> None:
-        rounds._send(UNIT[1], 1.0, 1)
+        rounds._send_part(UNIT[1], 1.0, 1)
 
     def second(rounds: Rounds) -> None:
-        rounds._send(NAN, 1.0, 1)
+        rounds._send_part(NAN, 1.0, 1)
 
     life("b", world, first, quorum=2)
     life("b", world, second, 2.0, quorum=2)
@@ -149,15 +149,15 @@ def test_progress_is_dropped_for_an_earlier_part_only_if_that_counted(counts):
     world = World(lambda n: 0)
 
     def act(rounds: Rounds) -> None:
-        key, name = part_of(0, "b", "0" * 16), manifest_of(0)
+        key, name = part_key(0, "b", "0" * 16), manifest_key(0)
         manifest = Manifest(rounds.run.run, 0, "b", [key])
         world.objects[key] = part(rounds.run, "b", UNIT[3] if counts else NAN)
         world.objects[name] = manifest.dumps().encode()
         outcome = rounds.exchange([rounds.anchor.values[0] - UNIT[1]], 1.0, 1)
         assert outcome is not None
-        assert (outcome.rest is None) == counts
-        if outcome.rest is not None:
-            np.testing.assert_array_equal(outcome.rest, UNIT[1])
+        assert (outcome.remainder is None) == counts
+        if outcome.remainder is not None:
+            np.testing.assert_array_equal(outcome.remainder, UNIT[1])
 
     _, said = life("b", world, act, late_share=1.0)
     world.run()
@@ -174,9 +174,9 @@ def test_a_checkpoint_is_dropped_for_an_earlier_part_only_if_that_counted(counts
     def after(rounds: Rounds) -> None:
         outcome = rounds.resume(0, [-UNIT[1]])
         assert outcome is not None
-        assert (outcome.rest is None) == counts
-        if outcome.rest is not None:
-            np.testing.assert_array_equal(outcome.rest, UNIT[1])
+        assert (outcome.remainder is None) == counts
+        if outcome.remainder is not None:
+            np.testing.assert_array_equal(outcome.remainder, UNIT[1])
 
     life("b", world, before, late_share=1.0)
     _, said = life("b", world, after, 50.0, late_share=1.0)
@@ -213,14 +213,14 @@ def test_a_listed_part_that_the_store_lost_is_left_out_by_all_after_the_deadline
     world, ends = World(lambda n: 0), list[Anchor]()
 
     def lost(rounds: Rounds) -> None:
-        rounds._send(UNIT[3], 1.0, 1)
+        rounds._send_part(UNIT[3], 1.0, 1)
 
     def act(rounds: Rounds) -> None:
         get = rounds._store.get
 
         def losing(key: str, limit: int | None = None) -> bytes | None:
             found = get(key, limit)
-            if key == manifest_of(0) and found is not None:
+            if key == manifest_key(0) and found is not None:
                 for other in [x for x in world.objects if "00000000/part-lost" in x]:
                     del world.objects[other]
                     world.changed()
@@ -230,7 +230,7 @@ def test_a_listed_part_that_the_store_lost_is_left_out_by_all_after_the_deadline
 
         def created(key: str, data: bytes) -> bool:
             is_mine = create(key, data)
-            if key == manifest_of(0):
+            if key == manifest_key(0):
                 losing(key)
             return is_mine
 
@@ -278,7 +278,7 @@ def test_a_round_that_was_cleaned_up_first_counts_for_merge():
         sleeps_before_reading(rounds, 100.0)
         outcome = rounds.exchange([rounds.anchor.values[0] - UNIT[1]], 1.0, 1)
         assert outcome is not None
-        assert (outcome.anchor.round > 1, outcome.is_in) == (True, True)
+        assert (outcome.anchor.round > 1, outcome.is_counted) == (True, True)
 
     life("a", world, repeat(6, []), **KEEPS_ONE)
     life("b", world, act, **KEEPS_ONE)
@@ -307,7 +307,7 @@ def named_rounds(process: Any, names: list[str]) -> Rounds:
     optimizer = HostOptimizer(optax.sgd(1.0), [np.zeros(shape, np.float32) for shape in shapes])
     quiet = lambda line: None  # noqa: E731
     store = Store(process, "memory://run", 5.0, process.clock, quiet)
-    agreed = Run("", "", "1", "None", optimizer.text, described(names, shapes))
+    agreed = Run("", "", "1", "None", optimizer.text, leaf_descriptions(names, shapes))
     wire = Wire(None, len(names))
     return Rounds(store, Rules("a"), optimizer, wire, agreed, process.clock, quiet)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import jaxslowmo as js
 from islands.world import Died, Process, World
 from jaxslowmo.islands import _rounds
-from jaxslowmo.islands._format import Manifest, Part, Run, arrays_of, head_of, manifest_of
+from jaxslowmo.islands._format import Manifest, Part, Run, manifest_key, parse_arrays, parse_header
 from jaxslowmo.islands._optimizer import HostOptimizer
 from jaxslowmo.islands._rounds import Anchor, Outcome, Rounds, Rules
 from jaxslowmo.islands._store import Store, StoreError
@@ -155,7 +155,7 @@ class Example:
                 self.nans += 1
             if self.choose(3):
                 values = rounds.anchor.values[0] - rest
-                self.saved[name] = Saved(rounds.anchor.round, values, rounds.lost)
+                self.saved[name] = Saved(rounds.anchor.round, values, rounds.residual)
             rest = self.exchange(process, rounds, rest)
         self.busy -= 1
         while True:
@@ -164,7 +164,7 @@ class Example:
             process.sleep(1.0 + self.choose(3))
             process.is_quiet, number = False, rounds.anchor.round
             rest = self.exchange(process, rounds, rest)
-            is_left = rounds._waiting is not None or np.any(np.abs(rest) > ROUNDING)
+            is_left = rounds._pending_part is not None or np.any(np.abs(rest) > ROUNDING)
             process.is_quiet = number < rounds.anchor.round and not is_left
 
     def exchange(self, process: Process, rounds: Rounds, rest: np.ndarray) -> np.ndarray:
@@ -173,7 +173,7 @@ class Example:
         store_time, process.exchanging_since = process.store_time, start
         weight = 2.0 if process.island == "i1" else 1.0
         outcome = rounds.exchange([rounds.anchor.values[0] - rest], weight, number)
-        self.lost[process.island] = rounds.lost
+        self.lost[process.island] = rounds.residual
         waited = world.time - start - (process.store_time - store_time)
         times = sorted(t for (k, _), t in world.part_times.items() if k == number)
         possible = times[self.quorum - 1] if len(times) >= self.quorum else math.inf
@@ -181,17 +181,17 @@ class Example:
         most = max(DEADLINE, possible - start) + 6 * LONGEST_PAUSE
         most += len(world.lost) * (DEADLINE + 2 * LONGEST_PAUSE)  # it waits for each of them
         assert waited <= most, f"{process.island} waited for {waited:.1f} s in round {number}"
-        assert rounds.lost is None or np.isfinite(rounds.lost).all()
+        assert rounds.residual is None or np.isfinite(rounds.residual).all()
         if outcome is None:
             assert rounds.anchor.round == number
             return rest
-        assert outcome.rest is None or np.isfinite(outcome.rest).all()
+        assert outcome.remainder is None or np.isfinite(outcome.remainder).all()
         self.seen.add((outcome.anchor.round, outcome.anchor.digest))
         return self.rest_of(outcome)
 
     def rest_of(self, outcome: Outcome) -> np.ndarray:
         """Return what an island keeps."""
-        return np.zeros(SIZE, np.float32) if outcome.rest is None else outcome.rest.copy()
+        return np.zeros(SIZE, np.float32) if outcome.remainder is None else outcome.remainder.copy()
 
     def check(self) -> None:
         """Raise `AssertionError` for whatever must not be."""
@@ -225,9 +225,9 @@ class Example:
         (first,) = (x for x in firsts if x.digest == run.digest)
         anchors, before = [first], set[str]()
         total, times = np.zeros(PLACES, np.float32), np.zeros(PLACES, int)
-        while (key := manifest_of(number := len(anchors) - 1)) in ever:
+        while (key := manifest_key(number := len(anchors) - 1)) in ever:
             manifest = Manifest.loads(ever[key])
-            listed: list[Any] = [head_of(ever[part], Part) for part in manifest.parts]
+            listed: list[Any] = [parse_header(ever[part], Part) for part in manifest.parts]
             islands = {x.island for x in listed}
             assert len(islands) == len(listed) >= self.quorum
             assert manifest.author in islands
@@ -235,10 +235,12 @@ class Example:
             assert not is_early, f"round {number} closed without {before - islands}, too early"
             before = islands
             found = [x for x in manifest.parts if x not in self.world.lost | self.world.damaged]
-            payloads = [arrays_of(ever[x], self.wire.shapes)[0] for x in found]
+            payloads = [parse_arrays(ever[x], self.wire.shapes)[0] for x in found]
             parts = [self.wire.decode(x) for x in payloads]
             is_good = [bool(np.isfinite(x).all()) for x in parts]
-            heads: list[Any] = [head_of(ever[x], Part) for x in itertools.compress(found, is_good)]
+            heads: list[Any] = [
+                parse_header(ever[x], Part) for x in itertools.compress(found, is_good)
+            ]
             parts = list(itertools.compress(parts, is_good))
             if not parts:
                 anchors.append(Anchor(number + 1, anchors[-1].values, anchors[-1].outer))

@@ -8,7 +8,7 @@ from obstore import exceptions
 from islands.test_trust import UNIT, life, moved
 from islands.world import Process, World
 from jaxslowmo.islands import IslandsError
-from jaxslowmo.islands._format import folder_of
+from jaxslowmo.islands._format import round_folder
 from jaxslowmo.islands._rounds import Rounds
 from jaxslowmo.islands._store import ObjectStore, Store, StoreError
 
@@ -96,8 +96,8 @@ def test_an_island_that_joins_while_old_rounds_are_removed_looks_again():
             return listings.pop() if prefix == "snapshots" and listings else fresh(prefix)
 
         store.list = listed  # type: ignore[method-assign]
-        assert not any(x.key.startswith(folder_of(0) + "/part") for x in fresh(folder_of(0)))
-        ends.append(rounds._reach()[0].digest)
+        assert not any(x.key.startswith(round_folder(0) + "/part") for x in fresh(round_folder(0)))
+        ends.append(rounds._wait_for_anchor()[0].digest)
         ends.append(rounds.anchor.digest)
 
     life("a", world, act, snapshot_every=2, keep=1)

@@ -20,9 +20,9 @@ from jaxslowmo.islands._format import (
     Run,
     Snapshot,
     dump,
-    head_of,
-    manifest_of,
-    part_of,
+    manifest_key,
+    parse_header,
+    part_key,
     sha256,
 )
 from jaxslowmo.islands._optimizer import HostOptimizer
@@ -73,7 +73,7 @@ def part(run: Run, island: str, sent: np.ndarray, **header: Any) -> bytes:
 
 
 def same(anchor: Anchor, until: int | None = None) -> Anchor:
-    """Stand in for `Rounds._computed` on a machine that computes wrongly."""
+    """Stand in for `Rounds._compute_anchor` on a machine that computes wrongly."""
     del until
     return anchor
 
@@ -122,8 +122,8 @@ def test_a_bad_part_is_left_out_by_all_and_named(kind):
     def act(rounds: Rounds) -> None:
         objects, run = world.objects, rounds.run
         for i, island in enumerate(["good", "more"]):
-            objects[part_of(0, island, "0")] = part(run, island, UNIT[i])
-        objects[part_of(0, "bad", "0")] = bad(run)
+            objects[part_key(0, island, "0")] = part(run, island, UNIT[i])
+        objects[part_key(0, "bad", "0")] = bad(run)
         world.ever |= objects
         world.changed()
         moved(rounds, UNIT[2])
@@ -138,7 +138,7 @@ def test_a_bad_part_is_left_out_by_all_and_named(kind):
     assert message in lines[0][0]
     assert anchors[0].digest == anchors[1].digest
     assert anchors[0].round == 1
-    others = len(Manifest.loads(world.objects[manifest_of(0)]).parts) - 1
+    others = len(Manifest.loads(world.objects[manifest_key(0)]).parts) - 1
     counted = UNIT[0] + UNIT[1] + (others - 2) * UNIT[2]
     np.testing.assert_allclose(anchors[0].values[0], -counted / others, rtol=1e-6)
 
@@ -156,7 +156,7 @@ def test_an_island_that_diverged_adopts_the_anchor_of_most(is_memory):
                 values[0].view(np.uint32)[0] ^= 1 << 20
                 rounds.anchor = Anchor(number, values, rounds.anchor.outer)
                 if not is_memory:  # its NumPy computes the same wrong value again
-                    rounds._computed = functools.partial(same, rounds.anchor)
+                    rounds._compute_anchor = functools.partial(same, rounds.anchor)
             moved(rounds, UNIT[number])
         ends.append(rounds.anchor)
 
@@ -183,7 +183,7 @@ def test_who_joins_after_a_part_was_damaged_adopts_the_anchor_of_those_who_were_
     def old(rounds: Rounds) -> None:
         for number in range(5):
             if number == 2:
-                (key,) = [x for x in world.objects if x.startswith(part_of(1, "old", ""))]
+                (key,) = [x for x in world.objects if x.startswith(part_key(1, "old", ""))]
                 data = world.objects.pop(key)
                 if not is_lost:
                     world.objects[key] = data[:-1] + b"\xff"
@@ -211,12 +211,12 @@ GARBAGE: dict[str, tuple[Callable[[Run], bytes], str]] = {
     "another schema": (lambda run: run.dumps().encode(), "is unreadable: fields"),
     "another run": (lambda run: Manifest("x", 0, "a").dumps().encode(), "belongs to another run"),
     "parts of another round": (
-        lambda run: Manifest(run.run, 0, "a", [part_of(1, "a", "0")]).dumps().encode(),
+        lambda run: Manifest(run.run, 0, "a", [part_key(1, "a", "0")]).dumps().encode(),
         "one part of each island",
     ),
     "two parts of an island": (
         lambda run: Manifest(
-            run.run, 0, "a", [part_of(0, "a", "0"), part_of(0, "a", "1")]
+            run.run, 0, "a", [part_key(0, "a", "0"), part_key(0, "a", "1")]
         ).dumps().encode(),
         "one part of each island",
     ),
@@ -233,7 +233,7 @@ def test_a_manifest_that_is_garbage_is_named(kind):
     world = World(lambda n: 0)
 
     def act(rounds: Rounds) -> None:
-        world.objects[manifest_of(0)] = garbage(rounds.run)
+        world.objects[manifest_key(0)] = garbage(rounds.run)
         with pytest.raises(IslandsError, match=message) as error:
             moved(rounds, UNIT[0])
         assert str(error.value).startswith("memory://run/rounds/00000000/manifest.json ")
@@ -255,4 +255,4 @@ def test_a_manifest_that_is_garbage_is_named(kind):
 )
 def test_a_header_is_read_as_it_was_written(record):
     assert type(record).loads(record.dumps()) == record
-    assert head_of(dump(record, {"x": UNIT}), type(record)) == record
+    assert parse_header(dump(record, {"x": UNIT}), type(record)) == record

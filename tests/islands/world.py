@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from jaxslowmo.islands._format import island_of, number_of
+from jaxslowmo.islands._format import parse_island, parse_round
 from jaxslowmo.islands._store import Clock, Entry, TooLargeError
 
 MAX_TURNS = 12000
@@ -250,14 +250,14 @@ class Process(threading.Thread):
             world.expect(known == data, f"{key} was written twice, with other contents")
             if key.endswith("manifest.json"):
                 world.expect(key not in world.objects, f"{key} was written twice")
-                world.closed_after[number_of(key) or 0] = world.time - self.exchanging_since
+                world.closed_after[parse_round(key) or 0] = world.time - self.exchanging_since
         is_new, is_first = key not in world.objects, key not in world.modified
         world.objects[key] = world.ever[key] = data
         world.modified[key] = world.time
-        if (island := island_of(key)) is not None:
+        if (island := parse_island(key)) is not None:
             self._spoil(key, is_drawn=is_first)
             if key not in world.lost:  # else nobody sees it but its author
-                world.part_times.setdefault((number_of(key) or 0, island), world.time)
+                world.part_times.setdefault((parse_round(key) or 0, island), world.time)
         elif key.endswith("manifest.json"):
             world.listed_parts |= {*json.loads(data)["parts"]}
             for part in json.loads(data)["parts"]:

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.mesh._in_sync import fingerprint, fingerprints, leaf_differences, program
+from jaxslowmo.mesh._in_sync import comparison_program, fingerprint, fingerprints, leaf_differences
 from support.limits import TAKES_EMPTY_ARRAYS
 from support.meshes import MESHES
 
@@ -110,7 +110,9 @@ def test_leaves_that_are_sharded_inside_a_replica(mesh_of):
         js.check_in_sync(tree, mesh=mesh, axis_name=("slice", "replica"))
     # Nothing of the table's size is moved to compare fingerprints.
     compiled = (
-        program(fingerprints, mesh, "replica", frozenset({"fsdp"})).lower([tree["w"]]).compile()
+        comparison_program(fingerprints, mesh, "replica", frozenset({"fsdp"}))
+        .lower([tree["w"]])
+        .compile()
     )
     assert "all-gather" not in compiled.as_text()
 
@@ -134,8 +136,8 @@ def test_bytes(mesh_of):
     """Fingerprints of all leaves; of those that differ, replica 0's values."""
     mesh = mesh_of({"replica": REPLICAS})
     leaves = [jnp.zeros((REPLICAS, 1000)), jnp.zeros((REPLICAS, 10, 10))]
-    prints = program(fingerprints, mesh, "replica", frozenset()).lower(leaves)
-    apart = program(leaf_differences, mesh, "replica", frozenset()).lower(leaves[:1])
+    prints = comparison_program(fingerprints, mesh, "replica", frozenset()).lower(leaves)
+    apart = comparison_program(leaf_differences, mesh, "replica", frozenset()).lower(leaves[:1])
     prints, apart = (js.comm_report_of(x, compile=False) for x in (prints, apart))
     assert prints.bytes(axis="replica") == 8 * len(leaves) * REPLICAS
     assert prints.count(axis="replica") == 1

@@ -21,7 +21,7 @@ finally:
 
 import jaxslowmo as js  # noqa: E402
 from cli.commands import write_text  # noqa: E402
-from jaxslowmo.cli._config import TrainConfig, replaced  # noqa: E402
+from jaxslowmo.cli._config import TrainConfig, replace_options  # noqa: E402
 from support.quick import QUICK_COMPILER  # noqa: E402
 
 
@@ -65,7 +65,7 @@ def test_ties_go_to_the_larger_bucket(tmp_path):
 @pytest.mark.usefixtures("standard_promotion")  # optax's schedule divides counts
 def test_buckets_are_measured_in_turns(tmp_path):
     values = {"preset": "tiny", "batch": 2, "replicas": 2, "algorithm": "all_reduce"}
-    seconds = tune_buckets.measured(replaced(TrainConfig(), values), [0.0, 1.0], 2, 1)
+    seconds = tune_buckets.measured(replace_options(TrainConfig(), values), [0.0, 1.0], 2, 1)
     assert all(len(times) == 2 and min(times) > 0 for times in seconds.values())
     tune_buckets.draw(seconds, 1.0, tmp_path / "buckets.png", "two limits")
     assert (tmp_path / "buckets.png").exists()

@@ -24,7 +24,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxslowmo as js
-from jaxslowmo._support.coordinator import tell, wait_for
+from jaxslowmo._support.coordinator import write_note, wait_for_note
 from jaxslowmo.train import own_parts
 
 devices = sorted(jax.devices(), key=lambda d: d.id)
@@ -122,12 +122,12 @@ for mode, host_batch in (("host", "local"), ("traced", "global")):
     weight = np.arange(4.0) if is_whole else np.ones(2)
     state, _ = step(state, batch, weight)
     if rank == 1:
-        wait_for(f"go {mode}", 300)
+        wait_for_note(f"go {mode}", 300)
     for _ in range(10):
         state, metrics = step(state, batch, weight)
     jax.block_until_ready((state, metrics))
     if rank == 0:
-        tell(f"go {mode}", "")
+        write_note(f"go {mode}", "")
 
 # jax puts bits on devices of other processes, and no keys.
 step = js.make_train_step(drawn, optax.sgd(0.1), sync="none", mesh=one_axis(0, 2))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._support.types import AxisName, PyTree
-from ...mesh import AnyMesh, inner_specs, kept_with, map_replicas, model_axes
+from ...mesh import AnyMesh, cached_program, inner_specs, map_replicas, model_axes
 from ...transform import ParameterTransform
 
 
@@ -61,7 +61,7 @@ def read_anchor(
     specs = inner_specs(stacked_params, automatic) if automatic else None
     over = (mesh, axis_name, automatic)
     anchor_of = sync.with_specs(specs).anchor
-    return kept_with(anchor_of, over, compiled)(state, stacked_params)
+    return cached_program(anchor_of, over, compiled)(state, stacked_params)
 
 
 def _for_each(anchor: PyTree, stacked: PyTree) -> PyTree:

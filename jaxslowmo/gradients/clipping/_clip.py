@@ -18,9 +18,9 @@ from ..._support.varying import checks_varying, varying_axes
 from ...mesh import (
     axis_names,
     axis_size,
+    leaf_specs,
     max_over,
     require_axes,
-    specs_of_leaves,
     sum_over,
 )
 from ...transform import (
@@ -334,4 +334,4 @@ class OwnershipRule:
         if isinstance(tree, WithRows):
             table_spec = P(tree.table_axes)
             return [*self._specs(tree.dense), *[table_spec] * len(tree.rows)]
-        return list(specs_of_leaves(self.param_specs, arrays_of(tree)))
+        return list(leaf_specs(self.param_specs, arrays_of(tree)))

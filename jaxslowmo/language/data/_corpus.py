@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..._support.checks import ArgumentError
-from ..._support.files import PASSING
+from ..._support.files import TRANSIENT_ERRORS
 
 # Folders that are no typical source: installed packages, caches, and test suites, which would be
 # more than half of the bytes.
@@ -179,7 +179,7 @@ def _read_text(path: Path) -> tuple[bytes, str]:
 
 def _why_unreadable(error: OSError) -> str:
     """Return why a file or folder is skipped; raise an error that may pass with another attempt."""
-    if error.errno in PASSING:
+    if error.errno in TRANSIENT_ERRORS:
         raise error
     return f"unreadable ({error.strerror})"
 

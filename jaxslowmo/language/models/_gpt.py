@@ -13,13 +13,13 @@ from ..._support.checks import ArgumentError
 from ..._support.extras import needed_by
 from ._sharding import (
     GPT_RULES,
-    PromotedAndGathered,
+    PromoteAndGather,
     Rules,
     checked_rules,
-    constrained,
-    gathered,
+    constrain,
+    gather_kernel,
     gpt_rules,
-    spec_of,
+    partition_spec,
 )
 
 with needed_by("jaxslowmo.models"):
@@ -116,7 +116,7 @@ class GPTBlock(nnx.Module):
             qkv = jnp.moveaxis(qkv.reshape(batch, time, head[0], 3, head[1]), 3, 2)
         else:
             qkv = qkv.reshape(batch, time, 3, *head)
-        qkv = constrained(qkv, "batch", None, None, "heads", None)
+        qkv = constrain(qkv, "batch", None, None, "heads", None)
         if qkv.dtype == jnp.float16 and self.attention == "xla":
             # XLA has no product of float16 that sums in float32 on CPUs.
             qkv = qkv.astype(jnp.float32)
@@ -127,13 +127,13 @@ class GPTBlock(nnx.Module):
             is_causal=True,
             implementation=self.attention,
         )
-        mixed = constrained(mixed, "batch", None, "heads", None)
+        mixed = constrain(mixed, "batch", None, "heads", None)
         mixed = self.project(mixed.reshape(batch, time, width).astype(x.dtype))
-        x = x + constrained(mixed, "batch", None, None)
-        hidden = constrained(self.expand(self.norm_mlp(x)), "batch", None, "mlp")
+        x = x + constrain(mixed, "batch", None, None)
+        hidden = constrain(self.expand(self.norm_mlp(x)), "batch", None, "mlp")
         # Use the tanh form, since erf has no fast vector version on the CPU backend.
         hidden = self.contract(jax.nn.gelu(hidden, approximate=True))
-        return x + constrained(hidden, "batch", None, None)
+        return x + constrain(hidden, "batch", None, None)
 
 
 class GPT(nnx.Module):
@@ -167,9 +167,9 @@ class GPT(nnx.Module):
         # A one-hot product replaces the lookup: with 256 symbols it costs less than a product of a
         # block, and its gradient is a product too, not a scatter-add (slow on CPU and TPU).
         x = jax.nn.one_hot(tokens, self.vocab_size, dtype=self.embed.dtype)
-        x = self.embed(constrained(x, "batch", None, "vocab"))
+        x = self.embed(constrain(x, "batch", None, "vocab"))
         x = x + self.positions[None, : tokens.shape[1]].astype(x.dtype)
-        x = constrained(x, "batch", None, None)
+        x = constrain(x, "batch", None, None)
 
         # A new function per call: jax caches traces by function, and the cache ignores the rules.
         def run(block: GPTBlock, x: jax.Array) -> jax.Array:
@@ -180,10 +180,10 @@ class GPT(nnx.Module):
             x = each(block, x)
         x = self.norm(x)
         if self.is_tied:
-            x = x @ gathered(self.embed.kernel[...].astype(x.dtype), "vocab", "embed").T
+            x = x @ gather_kernel(self.embed.kernel[...].astype(x.dtype), "vocab", "embed").T
         else:
             x = self.head(x)
-        return constrained(x.astype(jnp.float32), "batch", None, "vocab")
+        return constrain(x.astype(jnp.float32), "batch", None, "vocab")
 
 
 def _linear(
@@ -203,7 +203,7 @@ def _linear(
         out_dim,
         use_bias=use_bias,
         dtype=dtype,
-        promote_dtype=PromotedAndGathered(names),
+        promote_dtype=PromoteAndGather(names),
         kernel_metadata={"out_sharding": names},
         bias_metadata={"out_sharding": (bias,)},
         rngs=rngs,
@@ -268,11 +268,11 @@ def gpt_param_specs(config: GPTConfig, mesh: Any, rules: Rules | None = None) ->
     """
     sizes = dict(mesh.shape)
     rules = checked_rules(gpt_rules(mesh) if rules is None else rules, sizes)
-    spec_of("`num_heads`", ["heads"], [config.num_heads], rules, sizes)
+    partition_spec("`num_heads`", ["heads"], [config.num_heads], rules, sizes)
 
     def spec(path: Any, variable: nnx.Variable) -> P:
         name = "/".join(map(str, path))
-        return spec_of(name, variable.out_sharding, variable.shape, rules, sizes)
+        return partition_spec(name, variable.out_sharding, variable.shape, rules, sizes)
 
     specs = nnx.map_state(spec, nnx.split(_abstract(config))[1])
     return nnx.to_pure_dict(specs)

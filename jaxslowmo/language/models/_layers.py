@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..._support.extras import needed_by
 from ._gpt import GPTBlock, GPTConfig, byte_loss, check_windows
-from ._sharding import Rules, constrained, gathered
+from ._sharding import Rules, constrain, gather_kernel
 
 with needed_by("jaxslowmo.models"):
     from flax import nnx
@@ -76,9 +76,9 @@ def gpt_layers(config: GPTConfig, rules: Rules | None = None) -> GPTLayers:
     def embed(params: Mapping[str, Any], batch: jax.Array) -> jax.Array:
         check_windows(config, batch)
         symbols = jax.nn.one_hot(batch[:, :-1], config.vocab_size, dtype=dtype)
-        kernel = gathered(params["embed"]["kernel"].astype(dtype), "vocab", "embed")
-        x = constrained(symbols, "batch", None, "vocab") @ kernel
-        return constrained(x + params["positions"][None].astype(dtype), "batch", None, None)
+        kernel = gather_kernel(params["embed"]["kernel"].astype(dtype), "vocab", "embed")
+        x = constrain(symbols, "batch", None, "vocab") @ kernel
+        return constrain(x + params["positions"][None].astype(dtype), "batch", None, None)
 
     block = _pure(lambda rngs: GPTBlock(config, rngs=rngs))
     norm = _pure(lambda rngs: nnx.LayerNorm(config.embed_dim, dtype=dtype, rngs=rngs))
@@ -86,25 +86,25 @@ def gpt_layers(config: GPTConfig, rules: Rules | None = None) -> GPTLayers:
     def head(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
         x = norm(params["norm"], x)
         if config.tied:
-            kernel = gathered(params["embed"]["kernel"].astype(dtype), "vocab", "embed").T
+            kernel = gather_kernel(params["embed"]["kernel"].astype(dtype), "vocab", "embed").T
         else:
-            kernel = gathered(params["head"]["kernel"].astype(dtype), "embed", "vocab")
+            kernel = gather_kernel(params["head"]["kernel"].astype(dtype), "embed", "vocab")
         logits = (x @ kernel).astype(jnp.float32)
-        return constrained(logits, "batch", None, "vocab")
+        return constrain(logits, "batch", None, "vocab")
 
-    ruled = functools.partial(_ruled, rules)
+    with_rules = functools.partial(_with_axis_rules, rules)
     # One function for all blocks, so that stages with equally many blocks share one program.
-    run = ruled(jax.checkpoint(block) if config.remat else block)
+    run = with_rules(jax.checkpoint(block) if config.remat else block)
     last = config.num_layers + 1
     return GPTLayers(
-        layers=(ruled(embed), *[run] * config.num_layers, ruled(head)),
+        layers=(with_rules(embed), *[run] * config.num_layers, with_rules(head)),
         loss=byte_loss,
         tied=(((0, "embed/kernel"), (last, "embed/kernel")),) if config.tied else (),
         is_tied=config.tied,
     )
 
 
-def _ruled(rules: Rules | None, layer: Layer) -> Layer:
+def _with_axis_rules(rules: Rules | None, layer: Layer) -> Layer:
     """Return the layer with activations that follow the rules."""
     if rules is None:
         return layer

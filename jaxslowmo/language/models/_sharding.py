@@ -52,13 +52,13 @@ def gpt_rules(mesh: Any) -> Rules:
     Raises:
       ValueError: a mesh with neither axis.
     """
-    kept = tuple((name, axis if axis in mesh.shape else None) for name, axis in GPT_RULES)
-    if not any(axis for _, axis in kept):
+    rules = tuple((name, axis if axis in mesh.shape else None) for name, axis in GPT_RULES)
+    if not any(axis for _, axis in rules):
         raise ValueError(
             'gpt_rules: `mesh` must have an axis "fsdp" or "tensor" to split a model over, got '
             f"{dict(mesh.shape)}; name your own in `rules`."
         )
-    return kept
+    return rules
 
 
 def checked_rules(rules: Rules, axis_sizes: AxisSizes) -> Rules:
@@ -89,7 +89,7 @@ def checked_rules(rules: Rules, axis_sizes: AxisSizes) -> Rules:
     return tuple(rules)
 
 
-def spec_of(
+def partition_spec(
     what: str, names: Names, shape: Sequence[int], rules: Rules, axis_sizes: AxisSizes
 ) -> P:
     """Return the spec of an array whose dimensions have these names.
@@ -111,13 +111,13 @@ def spec_of(
     return P(*spec[:whole])
 
 
-def constrained(x: jax.Array, *names: str | None) -> jax.Array:
+def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Return `x` with the layout of the active rules (`flax.nnx.logical_axis_rules`), if any."""
     rules, mesh = get_logical_axis_rules(), jax.sharding.get_abstract_mesh()
-    return laid_out(x, names, rules, mesh) if rules and not mesh.empty else x
+    return constrain_by_rules(x, names, rules, mesh) if rules and not mesh.empty else x
 
 
-def gathered(kernel: jax.Array, *names: str) -> jax.Array:
+def gather_kernel(kernel: jax.Array, *names: str) -> jax.Array:
     """Return a matrix, whole along the width of the residual stream, for all products that use it.
 
     Otherwise XLA plans a gather for every product. Compilers for GPUs run all of them, even where
@@ -126,11 +126,11 @@ def gathered(kernel: jax.Array, *names: str) -> jax.Array:
 
     Communication: none; under active rules the compiler gathers `kernel` along the axes of "embed".
     """
-    return constrained(kernel, *(None if name == "embed" else name for name in names))
+    return constrain(kernel, *(None if name == "embed" else name for name in names))
 
 
 @dataclasses.dataclass(frozen=True)
-class PromotedAndGathered:
+class PromoteAndGather:
     """The function `promote_dtype` of a linear layer that gathers its kernel in the compute dtype.
 
     Attributes:
@@ -141,10 +141,10 @@ class PromotedAndGathered:
 
     def __call__(self, arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
         inputs, kernel, bias = promote_dtype(arrays, dtype=dtype, inexact=inexact)
-        return inputs, gathered(kernel, *self.names), bias
+        return inputs, gather_kernel(kernel, *self.names), bias
 
 
-def laid_out(x: jax.Array, names: Names, rules: Rules, mesh: AbstractMesh) -> jax.Array:
+def constrain_by_rules(x: jax.Array, names: Names, rules: Rules, mesh: AbstractMesh) -> jax.Array:
     """Return `x`, laid out over a mesh by rules for the names of its dimensions.
 
     Axes that are not automatic are ignored: along them `x` is this device's part already.
@@ -157,7 +157,7 @@ def laid_out(x: jax.Array, names: Names, rules: Rules, mesh: AbstractMesh) -> ja
         (name, tuple(axis for axis in _axes(axes) if axis in automatic) or None)
         for name, axes in checked_rules(rules, mesh.shape)
     ]
-    spec_of(f"an array of the shape {x.shape}", names, x.shape, automatic_rules, mesh.shape)
+    partition_spec(f"an array of the shape {x.shape}", names, x.shape, automatic_rules, mesh.shape)
     return with_logical_constraint(x, names, rules=automatic_rules)
 
 

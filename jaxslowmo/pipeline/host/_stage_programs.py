@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import CompilerOptions, PyTree
-from ...mesh import is_shared, only_over, place_key
+from ...mesh import is_shared_leaf, position_key, restrict_spec
 from ...tree import at_least_float32
 from .._plan import Plan, StepReduction, Totals, all_gather_leaf
 from ..model import (
@@ -53,9 +53,9 @@ class Role:
 
     def specs(self, tree: PyTree) -> Any:
         """Return the specs of the leaves of a value; those of a batch may be shared by its rows."""
-        if self.num_lead or not any(map(is_shared, jax.tree.leaves(tree))):
+        if self.num_lead or not any(map(is_shared_leaf, jax.tree.leaves(tree))):
             return self.spec
-        return jax.tree.map(lambda x: P() if is_shared(x) else self.spec, tree)
+        return jax.tree.map(lambda x: P() if is_shared_leaf(x) else self.spec, tree)
 
 
 SHARED = Role(P(), 0)
@@ -111,7 +111,7 @@ class HostSetting(NamedTuple):
 
     def of_buffer(self, name: str, role: Role, axes: Iterable[str]) -> Role:
         """Return the role of a buffer of the parameters that is sharded over `axes`."""
-        spec = only_over(self.plan.layout.specs[name][1:], frozenset(axes))
+        spec = restrict_spec(self.plan.layout.specs[name][1:], frozenset(axes))
         return replace(role, spec=P(*role.spec, *spec))
 
     def shard_map(
@@ -206,7 +206,7 @@ class StagePrograms:
         Communication: one all-gather, over the data axes, of each buffer that is sharded there.
         """
         specs, axes = self._plan.layout.specs, frozenset(self._setting.batch_axes.data_axes)
-        whole = {n: all_gather_leaf(x, only_over(specs[n][1:], axes)) for n, x in buffers.items()}
+        whole = {n: all_gather_leaf(x, restrict_spec(specs[n][1:], axes)) for n, x in buffers.items()}
         return self._kind.weights.read(whole, self._number)
 
     def _weight_shardings(self, mesh: Mesh) -> PyTree:
@@ -214,7 +214,7 @@ class StagePrograms:
         setting, segments = self._setting, self._kind.weights
         lead = setting.replica.spec
         inside = frozenset(mesh.axis_names) - set(setting.batch_axes.data_axes)
-        specs = [P(*lead, *only_over(place.leaf.spec, inside)) for place in segments.places]
+        specs = [P(*lead, *restrict_spec(place.leaf.spec, inside)) for place in segments.places]
         return segments.treedef.unflatten([NamedSharding(mesh, spec) for spec in specs])
 
     def _microbatch(self, data: StageInputs, number: jax.Array) -> PyTree:
@@ -230,7 +230,7 @@ class StagePrograms:
             key = lax.dynamic_index_in_dim(data.keys.reshape(setting.parts, -1), part, 0, False)
             if setting.key_impl is not None:
                 key = jax.random.wrap_key_data(key, impl=setting.key_impl)
-            key = place_key(key, axes)
+            key = position_key(key, axes)
         # The key depends on the number within the part, the rows on the number within the batch.
         shift = jnp.int32(plan.shifts[self._number])
         return select_microbatch(batch, key, number, shift, key_number=index)

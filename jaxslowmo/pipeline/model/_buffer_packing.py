@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import array_from_host, only_over
+from ...mesh import array_from_host, restrict_spec
 from ...tree import Leaf, LeafPlace, Staged, promoted_dtype
 from ._ties import has_prefix
 
@@ -332,7 +332,7 @@ class BufferPacking:
         if not explicit:
             return buffers
         types = self.buffer_types({name: x.dtype for name, x in buffers.items()}, ())
-        specs = {name: only_over(x.sharding.spec, explicit) for name, x in types.items()}
+        specs = {name: restrict_spec(x.sharding.spec, explicit) for name, x in types.items()}
 
         def reshard(name: str, x: Any) -> Any:
             # First replicate the buffer on the mesh, then shard it: the gradient takes the same
@@ -347,7 +347,9 @@ class BufferPacking:
 def _jit_on_mesh(fn: Any, mesh: Any, shardings: PyTree) -> Any:
     """Return the compiled `fn` of arrays on a mesh, with results in these shardings."""
     if explicit := frozenset(mesh.explicit_axes):
-        typed = jax.tree.map(lambda s: NamedSharding(mesh, only_over(s.spec, explicit)), shardings)
+        typed = jax.tree.map(
+            lambda s: NamedSharding(mesh, restrict_spec(s.spec, explicit)), shardings
+        )
         fn = jax.sharding.auto_axes(fn, out_sharding=typed)
     return jax.jit(fn, out_shardings=shardings)
 

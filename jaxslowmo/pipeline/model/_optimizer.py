@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import only_over
+from ...mesh import restrict_spec
 from ...tracing import constants_in, equations_in, loss_arguments
 from ...transform import instead_of, takes_extra
 from ...tree import Staged, leaf_names, promoted_dtype, type_text
@@ -145,7 +145,7 @@ class StagePacking(BufferPacking):
             if not isinstance(x, Staged):
                 return x
             specs = x.packing.specs
-            shardings = {n: NamedSharding(self.mesh, only_over(specs[n], automatic)) for n in x}
+            shardings = {n: NamedSharding(self.mesh, restrict_spec(specs[n], automatic)) for n in x}
             return x.packing.wrap_buffers(
                 {n: lax.with_sharding_constraint(y, shardings[n]) for n, y in x.items()}
             )
@@ -180,7 +180,7 @@ class StagePacking(BufferPacking):
         if not explicit:
             return buffers
         # Types include the sharding over Explicit axes, and all branches must return equal types.
-        specs = {name: only_over(P(*axes, None), explicit) for name, axes in self.axes.items()}
+        specs = {name: restrict_spec(P(*axes, None), explicit) for name, axes in self.axes.items()}
         return {name: jax.sharding.reshard(x, specs[name]) for name, x in buffers.items()}
 
     def types_here(self, buffers: Mapping[str, Any]) -> PyTree:
@@ -190,7 +190,7 @@ class StagePacking(BufferPacking):
             return types
 
         def leaf_type(place: Any, x: Any) -> jax.ShapeDtypeStruct:
-            sharding = NamedSharding(context, only_over(place.leaf.spec, explicit))
+            sharding = NamedSharding(context, restrict_spec(place.leaf.spec, explicit))
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
         return self.map(leaf_type, types)
@@ -206,7 +206,7 @@ class StagePacking(BufferPacking):
             return tree
         over = automatic if keeps_parts else frozenset[str]()
         return self.map(
-            lambda p, x: lax.with_sharding_constraint(x, only_over(p.leaf.spec, over)),
+            lambda p, x: lax.with_sharding_constraint(x, restrict_spec(p.leaf.spec, over)),
             tree,
             stage=stage,
         )

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import only_over, place_key
+from ...mesh import position_key, restrict_spec
 from ...tree import Staged, at_least_float32
 from .._pipelined import Pipelined
 from .._plan import Plan, StageKind, StepReduction, Totals, all_gather_leaf
@@ -80,7 +80,7 @@ class OneProgram(Pipelined):
         if plan.batch_memory == "host":
             microbatches = jax.device_put(microbatches, jax.memory.Space.Host)
         new_axes = frozenset(a for a in (axis_name, *data_axes) if a not in manual)
-        specs = {name: only_over(spec, new_axes) for name, spec in self.layout.specs.items()}
+        specs = {name: restrict_spec(spec, new_axes) for name, spec in self.layout.specs.items()}
         grad_specs = {
             name: spec
             for name, spec in specs.items()
@@ -208,7 +208,7 @@ class DeviceScan:
         self._differentiates, self._batch = differentiates, batch
         self._buffers = {n: all_gather_leaf(x[0], reduction.spec(n)) for n, x in buffers.items()}
         self._states = {name: x[0] for name, x in states.items()}
-        self._rng = None if rng is None else place_key(rng, reduction.data_axes)
+        self._rng = None if rng is None else position_key(rng, reduction.data_axes)
         zero = jnp.zeros((), jnp.int32)
         microbatch = self._microbatch(HalfTick(*[zero] * 6, arrivals=()))
         weights = [kind.weights.read(self._buffers, 0) for kind in plan.kinds]
@@ -350,7 +350,7 @@ class DeviceScan:
             return None
         zeros = jnp.zeros(buffer.shape, at_least_float32(buffer.dtype))
         automatic = frozenset(jax.sharding.get_abstract_mesh().auto_axes)
-        layout = only_over(self._plan.layout.specs[name][1:], automatic)
+        layout = restrict_spec(self._plan.layout.specs[name][1:], automatic)
         return lax.with_sharding_constraint(zeros, layout) if any(layout) else zeros
 
     def _receive(
@@ -628,7 +628,7 @@ def _reshard_explicit(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) ->
     explicit = frozenset(mesh.explicit_axes)
 
     def place(x: jax.Array, spec: P) -> jax.Array:
-        new_spec = only_over(spec, explicit)
+        new_spec = restrict_spec(spec, explicit)
         return jax.sharding.reshard(x, NamedSharding(mesh, new_spec)) if any(new_spec) else x
 
     return jax.tree.map(place, tree, specs) if explicit else tree

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..._support.files import write_anew
+from ..._support.files import write_atomic
 from ...tree import Bucket
 from ..communication import align_columns
 from ._times import StepTimes
@@ -80,7 +80,7 @@ class StepReport:
 
     def write(self, path: str | Path) -> None:
         """Write `to_json()` to a file."""
-        write_anew(path, self.to_json() + "\n")
+        write_atomic(path, self.to_json() + "\n")
 
     def __str__(self) -> str:
         counts = f"{self.iteration} steps, {len(self.measured)} measured"

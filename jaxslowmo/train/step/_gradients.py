@@ -20,7 +20,7 @@ from ..._support.types import AxisName, PyTree
 from ...embedding import BatchWithVectors, PrefetchedRows, accumulate_rows, empty_rows, row_means
 from ...gradients.precision import DynamicLossScaleState, loss_scale_of, scaled_value_and_grad
 from ...gradients.sparse import Rows
-from ...mesh import from_first, is_shared, own_keys, place_key
+from ...mesh import broadcast_from_first, is_shared_leaf, per_replica_keys, position_key
 from ...tracing import FullLoss, as_quotient, ready_order
 from ...transform import ReplicaGroup, unless_idle
 from ...tree import WeightedSum, add, at_least_float32, cast, parts_of, zeros_like
@@ -269,7 +269,7 @@ class BatchGradients:
 
     def device_key(self, state: TrainState) -> jax.Array:
         """Return this device's PRNG key, made from that of the replica."""
-        return place_key(jax.random.wrap_key_data(state.rng), self.inner_axes)
+        return position_key(jax.random.wrap_key_data(state.rng), self.inner_axes)
 
     def model_states(self, state: TrainState) -> tuple[PyTree, PyTree]:
         """Return the model state before an update, and that which the loss function sees.
@@ -280,7 +280,7 @@ class BatchGradients:
         if self.model_state == "broadcast":
             with jax.named_scope(f"{MODEL_STATE}/broadcast"):
                 before = from_first_replica(before, self.axis_name)
-        return before, own_keys(before, self.inner_axes, inside=True)
+        return before, per_replica_keys(before, self.inner_axes, inside=True)
 
     def _batch_gradients(self, state: TrainState, data: LossData, weight: Any) -> Gradients:
         """Return the gradients of a batch; `weight` is the replica's."""
@@ -401,7 +401,7 @@ def value_and_gradients(
     def per_example(g: jax.Array, embedded: jax.Array) -> jax.Array:
         # An example has a gradient in its own microbatch only. One that all share has one in each.
         g = g / accumulate
-        return g.sum(0) if is_shared(embedded) else g.reshape(embedded.shape)
+        return g.sum(0) if is_shared_leaf(embedded) else g.reshape(embedded.shape)
 
     if isinstance(batch, BatchWithVectors):
         embedded_grads = jax.tree.map(per_example, embedded_grads, batch.embedded)
@@ -418,7 +418,7 @@ def split_batch(batch: PyTree, parts: int, num_devices: int = 1) -> PyTree:
     examples = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
 
     def split(x: jax.Array) -> jax.Array:
-        if is_shared(x) and (x.ndim == 0 or examples > 1):
+        if is_shared_leaf(x) and (x.ndim == 0 or examples > 1):
             return lax.broadcast(x, (parts,))
         size, rest = divmod(x.shape[0], parts * num_devices)
         if rest:
@@ -589,7 +589,7 @@ def from_first_replica(tree: PyTree, axis_name: AxisName) -> PyTree:
 
     def first(x: jax.Array) -> jax.Array:
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return x if is_key else from_first(x, axis_name)
+        return x if is_key else broadcast_from_first(x, axis_name)
 
     return jax.tree.map(first, tree)
 
@@ -641,7 +641,7 @@ def sync_inner_axes(tree: PyTree, inner_axes: tuple[str, ...]) -> PyTree:
     """
     if not inner_axes:
         return tree
-    first = partial(from_first, axis_name=inner_axes)
+    first = partial(broadcast_from_first, axis_name=inner_axes)
     return jax.tree.map(lambda x: x if _is_floating(x) else first(x), mean_over(tree, inner_axes))
 
 

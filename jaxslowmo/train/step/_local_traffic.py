@@ -7,7 +7,7 @@ from jax.core import Tracer
 
 from ..._support.checks import warn_user
 from ..._support.types import AxisName, Phase, axis_names
-from ...mesh import AnyMesh, MapWith, device_mesh, has_a_device_each
+from ...mesh import AnyMesh, MapWith, device_mesh, has_device_per_position
 from ...reports import comm_report_of
 from ...transform import ParameterTransform
 
@@ -41,7 +41,7 @@ class LocalTraffic:
         split = {name for name, size in self._mesh.shape.items() if size > 1}
         is_vmapped = bool(split - self._replicas) and map_with == "vmap"
         self._flag = 0
-        if not has_a_device_each(mesh):
+        if not has_device_per_position(mesh):
             # Programs of several replicas on a device agree by a flag on what is due.
             is_vmapped, self._flag = bool(split), 4
         self.may_send = has_local_steps and is_vmapped

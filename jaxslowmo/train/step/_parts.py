@@ -19,9 +19,9 @@ from ...mesh import (
     MapWith,
     Roles,
     axis_names,
-    has_a_device_each,
+    constrain_layout,
+    has_device_per_position,
     inner_specs,
-    laid_out,
     model_axes,
     replicate,
     sum_over,
@@ -105,7 +105,7 @@ class Parts:
         """Return the gradients, averaged over axes inside a replica that `gradients` lacks."""
         grads, specs = gathered.grads, self.param_specs
         if specs is not None:
-            grads = laid_out(grads, specs)
+            grads = constrain_layout(grads, specs)
         return mean_gradients(grads, axes, order, specs, gathered.loss_weight) if axes else grads
 
     def gradient_weights(
@@ -217,7 +217,7 @@ class Parts:
         replicas = axis_names(self.axis_name)
         free = [a for a in mesh.axis_names if a not in {*replicas, *axes}]
         mapped = self.named_axes
-        if has_a_device_each(mesh):  # of Explicit axes a loss would have to know the layout
+        if has_device_per_position(mesh):  # of Explicit axes a loss would have to know the layout
             types = zip(mesh.axis_names, mesh.axis_types, strict=True)
             mapped |= {name for name, kind in types if kind == AxisType.Explicit}
         # XLA of jax 0.12 aborts on `table[ids]` where parameters and examples are sharded over
@@ -226,7 +226,7 @@ class Parts:
             mapped |= {*free}
         inner = () if self.map_with == "vmap" else tuple(a for a in free if a in mapped)
         free = tuple(a for a in free if a not in inner)
-        if free and specs is None and params is not None and has_a_device_each(mesh):
+        if free and specs is None and params is not None and has_device_per_position(mesh):
             specs = jax.tree.map(lambda _: P(), params)
         # Devices of an axis that is mapped have examples next to each other.
         num_devices = math.prod(mesh.shape[name] for name in free)

@@ -14,10 +14,10 @@ from ...mesh import (
     MapWith,
     Roles,
     axis_names,
-    laid_out,
+    batch_roles,
+    constrain_layout,
     map_replicas,
     placement,
-    roles_of_batch,
 )
 from ...tree import WeightedSum
 from .._train_state import TrainState
@@ -78,7 +78,7 @@ def build(
     ) -> Callable[..., Any]:
         def per_replica(state: Any, *inputs: Any) -> Any:
             if layout.specs is not None and isinstance(state, TrainState):
-                state = state._replace(params=laid_out(state.params, layout.specs))
+                state = state._replace(params=constrain_layout(state.params, layout.specs))
             return fn(state, *inputs)
 
         return map_replicas(
@@ -103,8 +103,8 @@ def build(
         upcoming: Any = None,
     ) -> Any:
         given = StepInputs(batch, weight, window, carry, upcoming)
-        of_batch = roles_of_batch(batch)
-        roles = INPUT_ROLES._replace(batch=of_batch, upcoming=roles_of_batch(upcoming))
+        of_batch = batch_roles(batch)
+        roles = INPUT_ROLES._replace(batch=of_batch, upcoming=batch_roles(upcoming))
         if window is None:
             roles = roles._replace(window="shared")
         if task.method in ("update", "scan"):

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from ..._support.checks import warn_once
 from ..._support.types import CompilerOptions, Phase, PyTree
 from ...embedding import Embeddings, PrefetchedRows, PrefetchOptions
-from ...mesh import AnyMesh, device_mesh, inner_specs, model_axes, with_a_device_each
+from ...mesh import AnyMesh, device_mesh, inner_specs, model_axes, with_device_per_position
 from ...tracing import ready_order
 from ...transform import ReplicaGroup, of_one, shardings
 from ...tree import leaf_names
@@ -488,7 +488,7 @@ class Runner:
         state = self.accept_state(state, runs=False)
         inputs = StepInputs(*self.placer.place(batch, None, self.layout.data_axes))
         task = _update(phase, self._ahead)
-        mesh = with_a_device_each(self.mesh)
+        mesh = with_device_per_position(self.mesh)
         if mesh is self.mesh:
             program = self.program(task, state, inputs)
         else:

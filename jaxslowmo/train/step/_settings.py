@@ -23,7 +23,7 @@ from ...mesh import (
     compare_descriptions,
     differences,
     digest,
-    is_of_host,
+    is_host_local,
 )
 from ...tracing import constants_in
 from ...transform import phase_name
@@ -94,7 +94,7 @@ _Shown = bool | int | float | complex | str | bytes | None | np.dtype | Partitio
 def _value_text(value: Any) -> str:
     if isinstance(value, _Shown):
         return repr(value)
-    if isinstance(value, np.ndarray | np.generic | jax.Array) and is_of_host(value):
+    if isinstance(value, np.ndarray | np.generic | jax.Array) and is_host_local(value):
         return f"{value.dtype}{list(value.shape)} {digest([value])}"
     if isinstance(value, set | frozenset):  # in an order of each process
         return f"{type(value).__name__} {sorted(str([*describe_value(x)]) for x in value)}"
@@ -203,7 +203,7 @@ def program_lines(name: str, program: jax.stages.Traced) -> Description:
     """Return hashes of a traced program's text and of the values of its constants, by name."""
     text = _ADDRESS.sub("", str(program.jaxpr))
     text = _SET.sub(lambda found: repr(sorted(found[1].split(", "))), text)
-    constants = digest([x for x in constants_in(program.jaxpr) if is_of_host(x)])
+    constants = digest([x for x in constants_in(program.jaxpr) if is_host_local(x)])
     return {
         f"equations of {name}": digest([np.frombuffer(text.encode(), np.uint8)]),
         f"constants of {name}": constants,

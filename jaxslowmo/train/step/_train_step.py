@@ -9,7 +9,7 @@ from ..._support.checks import as_int
 from ..._support.types import Phase, PyTree
 from ...algorithms import shares_of_gossip
 from ...embedding import WithTables
-from ...mesh import Shares, consensus, describe, replicate_as
+from ...mesh import Shares, consensus, describe, replicate_argument
 from ...tracing import state_types
 from ...tree import check_arrays
 from .._batches import HostBatch
@@ -77,7 +77,7 @@ class TrainStep:
                     "init: `opt_state` must be the state of the step's optimizer for one copy of "
                     f"the parameters, {one}, got {jax.tree.structure(opt_state)}."
                 )
-            optimizer = replicate_as("opt_state", opt_state, **placement)
+            optimizer = replicate_argument("opt_state", opt_state, **placement)
         exchange = StepExchange(*parts.init_exchange(stacked, self.mesh), gradients)
         state = initial_state(
             stacked, optimizer, exchange, model_state=model_state, seed=seed, **placement

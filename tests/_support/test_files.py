@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from jaxslowmo._support.files import io_errno, is_unfinished, replacing, write_anew
+from jaxslowmo._support.files import atomic_path, io_errno, is_temporary_file, write_atomic
 
 
 def test_the_new_content_takes_the_place_of_the_old(tmp_path):
     path = tmp_path / "summary.json"
     for text in ("first", "sécond"):
-        write_anew(path, text)
+        write_atomic(path, text)
         assert path.read_bytes() == text.encode()
     assert list(tmp_path.iterdir()) == [path]
-    with replacing(tmp_path / "picture.png") as temporary:
+    with atomic_path(tmp_path / "picture.png") as temporary:
         assert (temporary.parent, temporary.suffix) == (tmp_path, ".png")
-        assert is_unfinished(temporary)
+        assert is_temporary_file(temporary)
         temporary.write_bytes(b"png")
     assert (tmp_path / "picture.png").read_bytes() == b"png"
-    assert not is_unfinished(path)
+    assert not is_temporary_file(path)
 
 
 def test_after_an_error_it_is_what_it_was(tmp_path, monkeypatch):
@@ -32,7 +32,7 @@ def test_after_an_error_it_is_what_it_was(tmp_path, monkeypatch):
         temporary.write_text("half")
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), replacing(path) as temporary:
+    with pytest.raises(KeyboardInterrupt), atomic_path(path) as temporary:
         interrupted(temporary)
 
     def full(number):
@@ -40,7 +40,7 @@ def test_after_an_error_it_is_what_it_was(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        write_anew(path, "new")
+        write_atomic(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -52,17 +52,17 @@ def test_the_bytes_are_on_disk_before_the_name(tmp_path, monkeypatch):
     monkeypatch.setattr(
         Path, "replace", lambda self, to: (calls.append("replace"), replace(self, to))
     )
-    write_anew(tmp_path / "a", "four")
+    write_atomic(tmp_path / "a", "four")
     assert calls == [4, "replace"]
 
 
 def test_links_and_devices(tmp_path):
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "file")
-    write_anew(tmp_path / "link", "new")
+    write_atomic(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "file").read_text() == "new"
-    write_anew(os.devnull, "nothing")
+    write_atomic(os.devnull, "nothing")
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 

@@ -47,23 +47,23 @@ def transform(
             f"islands: `base` must not keep an anchor, which an exchange would leave behind, "
             f"got {inner.owner}; take js.local_sgd or js.sgp."
         )
-    keeps_lost = codec is not None and codec.error_feedback
-    return ParameterTransform(_beside_place(inner, keeps_lost=keeps_lost))
+    error_feedback = codec is not None and codec.error_feedback
+    return ParameterTransform(_with_island_state(inner, error_feedback=error_feedback))
 
 
-def _beside_place(base: Algorithm, *, keeps_lost: bool) -> Algorithm:
-    """Return the algorithm between an island's replicas, beside which the island's place is kept.
+def _with_island_state(base: Algorithm, *, error_feedback: bool) -> Algorithm:
+    """Return the algorithm between an island's replicas, whose state also holds an `IslandState`.
 
-    Programs leave the place alone: `Island.exchange` changes it between two updates.
+    Programs leave that alone: `Island.exchange` changes it between two updates.
     """
 
     def local(params: PyTree) -> dict[str, Any]:
         zero, run = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.uint32)
         lost = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        place = IslandState(run, zero, zero, lost if keeps_lost else ())
-        return {**around(base).local(params), "island": place}
+        island = IslandState(run, zero, zero, lost if error_feedback else ())
+        return {**around(base).local(params), "island": island}
 
     def bind(axis_sizes: Any, params: PyTree | None) -> Algorithm:
-        return _beside_place(base.bound(axis_sizes, params), keeps_lost=keeps_lost)
+        return _with_island_state(base.bound(axis_sizes, params), error_feedback=error_feedback)
 
     return replace(around(base), local=local, owner="islands", bind=base.bind and bind)
