@@ -309,7 +309,8 @@ OF_LOOPS = {
     ),
     "an evaluation that is none": Refusal(lambda: js.train.Evaluate(3, mesh=TWO), "`evaluate`", 3),
     "a hook that reports a number": Refusal(
-        lambda: list(loop(hooks=[js.train.Evaluate(lambda *_: 0.5, mesh=TWO, every=1)])), "`hooks`", 0.5
+        lambda: list(loop(hooks=[js.train.Evaluate(lambda *_: 0.5, mesh=TWO, every=1)])),
+        "`hooks`", 0.5,
     ),
     **wrong(
         pipeline, ("depth", -1), ("depth", True), ("timeout", 0), ("timeout", "5"),
@@ -324,7 +325,9 @@ OF_LOOPS = {
     },
     "a function as hook": Refusal(lambda: loop(hooks=[print]), "`hooks`", "print"),
     "a log's period": Refusal(lambda: js.train.Log(print, every=0), "`every`", 0),
-    "an evaluation's": Refusal(lambda: js.train.Evaluate(print, mesh=TWO, every="2"), "`every`", "2"),
+    "an evaluation's": Refusal(
+        lambda: js.train.Evaluate(print, mesh=TWO, every="2"), "`every`", "2"
+    ),
     "no batches": Refusal(lambda: js.train_loop(small(), begin(small())), "`batches`"),
     "timeout without thread": Refusal(lambda: pipeline(timeout=1.0, depth=0), "`depth`", 0),
     "no function": Refusal(lambda: pipeline(step=3), "`step`", "int"),

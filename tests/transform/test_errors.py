@@ -70,9 +70,12 @@ ROWS = {
     "chain": of(lambda: js.chain(IDENTITY, 3), "`transforms`", 3),
     "chain that goes on": of(lambda: js.chain(js.sgp("replica"), IDENTITY), "chain", "sgp"),
     "copies in a dict": of(lambda: js.spec.remembers_parameters(dict), "`kind`", "dict"),
-    "copies of no field": of(lambda: js.spec.remembers_parameters(Own, moves=("x",)), "Own", "('x',)"),
+    "copies of no field": of(
+        lambda: js.spec.remembers_parameters(Own, moves=("x",)), "Own", "('x',)"
+    ),
     "copies that do both": of(
-        lambda: js.spec.remembers_parameters(Own, moves=("start",), stays=("start",)), "moves=", "stays="
+        lambda: js.spec.remembers_parameters(Own, moves=("start",), stays=("start",)),
+        "moves=", "stays=",
     ),
 }  # fmt: skip
 
