@@ -74,9 +74,9 @@ def cells() -> dict[str, Cell]:
         "all_reduce_gradients": Cell(reduce),
         "all_reduce_gradients, max_buckets=8": Cell(in_eight),
         "all_reduce_gradients, adam": Cell(optax.chain(reduce, adam)),
-        "accumulate(all_reduce_gradients)": Cell(js.accumulate(reduce, every=4)),
+        "accumulate(all_reduce_gradients)": Cell(js.gradients.accumulate(reduce, every=4)),
         "accumulate(all_reduce_gradients, adam)": Cell(
-            js.accumulate(optax.chain(reduce, adam), every=4)
+            js.gradients.accumulate(optax.chain(reduce, adam), every=4)
         ),
     }
     local_sgd = js.local_sgd("replica", sync_every=3)

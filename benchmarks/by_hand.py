@@ -11,7 +11,9 @@ def averaged_by_hand(axis: str) -> js.ParameterTransform:
     Communication: one all-reduce over `axis`.
     """
 
-    def average(carry: js.Carry, replicas: js.ReplicaGroup, context: js.UpdateContext) -> js.Carry:
+    def average(
+        carry: js.spec.Carry, replicas: js.spec.ReplicaGroup, context: js.spec.UpdateContext
+    ) -> js.spec.Carry:
         del replicas, context
         leaves, treedef = jax.tree.flatten(carry.params)
         flat = jax.lax.concatenate([jax.lax.reshape(x, (x.size,)) for x in leaves], 0)
@@ -20,5 +22,5 @@ def averaged_by_hand(axis: str) -> js.ParameterTransform:
         means = map(jax.lax.reshape, parts, [x.shape for x in leaves])
         return carry._replace(params=treedef.unflatten(means))
 
-    event = js.Event("average", js.every(1), average, replaces=True)
+    event = js.spec.Event("average", js.every(1), average, replaces=True)
     return js.ParameterTransform(js.Algorithm((event,), owner="by hand"), axis)

@@ -40,10 +40,10 @@ TEXT = """# Buckets of gradients on H100s
 jax {jax}, jax-cuda13-plugin {plugin}; `python benchmarks/gpu_buckets.py`. **Compiled only; nothing
 ran on a GPU.**
 
-The preset `124m` with {layers} blocks (float32 parameters, `js.Policy("bfloat16")`), 8 windows of
-1024 bytes per GPU, host-scheduled. Unless the row says otherwise, the optimizer is AdamW and
-`js.all_reduce_gradients` has its defaults. On 8 GPUs each is a replica, on 4 x 8 (4 hosts) each of
-the 32 is. With `fsdp` 4 of 8 GPUs, or the 8 of each host, share a replica whose parameters are
+The preset `124m` with {layers} blocks (float32 parameters, `js.gradients.Policy("bfloat16")`), 8
+windows of 1024 bytes per GPU, host-scheduled. Unless the row says otherwise, the optimizer is AdamW
+and `js.all_reduce_gradients` has its defaults. On 8 GPUs each is a replica, on 4 x 8 (4 hosts) each
+of the 32 is. With `fsdp` 4 of 8 GPUs, or the 8 of each host, share a replica whose parameters are
 split over them.
 
 - *collectives*: how many the program asks for, and how many XLA makes of them.

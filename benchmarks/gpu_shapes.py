@@ -64,9 +64,9 @@ Left out: launches of kernels, that kernels and collectives slow each other down
 collectives that share a link, and what autotuning on a real GPU changes.
 
 Models: `mlp` has 4 layers of 2048 x 2048 in float32 (16 MiB each) and 2048 examples per GPU, with
-SGD. `124m` is the preset with 17 blocks, AdamW and `js.Policy("bfloat16")`, and 8 windows of 1024
-bytes per GPU. On 8 GPUs each is a replica. On 4 x 8 each host is a replica: gradients are averaged
-inside the host in every step; only `all_reduce` has one all-reduce over all 32. Steps are
+SGD. `124m` is the preset with 17 blocks, AdamW and `js.gradients.Policy("bfloat16")`, and 8 windows
+of 1024 bytes per GPU. On 8 GPUs each is a replica. On 4 x 8 each host is a replica: gradients are
+averaged inside the host in every step; only `all_reduce` has one all-reduce over all 32. Steps are
 host-scheduled; a step of gossip is the first round.
 """
 # What follows in the page is kept.
@@ -101,7 +101,7 @@ def mlp() -> Model:
 def gpt() -> Model:
     config = gpt_preset("124m")
     windows = jax.ShapeDtypeStruct((8, config.context_length + 1), jnp.uint8)
-    options = {"optimizer": optax.adamw(6e-4), "policy": js.Policy("bfloat16")}
+    options = {"optimizer": optax.adamw(6e-4), "policy": js.gradients.Policy("bfloat16")}
     return Model(gpt_loss_fn(config), gpt_types(config), windows, options)
 
 

@@ -39,26 +39,18 @@ if TYPE_CHECKING:
     from .algorithms import slowmo as slowmo
     from .algorithms import sparta as sparta
     from .collectives import codecs as codecs
-    from .embedding import Bags as Bags
     from .embedding import Table as Table
-    from .embedding import WithTables as WithTables
-    from .embedding import bags as bags
     from .embedding import embeddings as embeddings
     from .embedding import rowwise_adagrad as rowwise_adagrad
     from .embedding import rowwise_adam as rowwise_adam
     from .embedding import rowwise_sgd as rowwise_sgd
-    from .gradients import Policy as Policy
-    from .gradients import accumulate as accumulate
     from .gradients import all_reduce_gradients as all_reduce_gradients
     from .gradients import clip_by_global_norm as clip_by_global_norm
     from .gradients import demo as demo
     from .gradients import dynamic_loss_scale as dynamic_loss_scale
     from .gradients import loss_scale_of as loss_scale_of
-    from .gradients import skip_unused as skip_unused
-    from .gradients import unused_names as unused_names
     from .gradients.reducer import hooks as hooks
     from .mesh import check_in_sync as check_in_sync
-    from .mesh import check_same_tree as check_same_tree
     from .mesh import consensus as consensus
     from .mesh import make_mesh as make_mesh
     from .mesh import replicate as replicate
@@ -71,40 +63,24 @@ if TYPE_CHECKING:
     from .pipeline import schedules as schedules
     from .reports import comm_report as comm_report
     from .reports import comm_report_of as comm_report_of
-    from .reports import measured as measured
-    from .sparse import all_reduce_rows as all_reduce_rows
     from .sparse import row_value_and_grad as row_value_and_grad
-    from .tracing import check_all_used as check_all_used
-    from .tracing import ready_order as ready_order
-    from .tracing import unused_parameters as unused_parameters
-    from .train import Evaluate as Evaluate
-    from .train import Log as Log
     from .train import TrainPipeline as TrainPipeline
     from .train import TrainState as TrainState
-    from .train import WeightedBatch as WeightedBatch
     from .train import bounded as bounded
     from .train import host_mean as host_mean
     from .train import make_train_step as make_train_step
     from .train import recommended_compiler_options as recommended_compiler_options
     from .train import set_hyperparams as set_hyperparams
     from .train import train_loop as train_loop
-    from .train import uneven_batches as uneven_batches
     from .train import with_exchange as with_exchange
     from .transform import Algorithm as Algorithm
-    from .transform import Carry as Carry
-    from .transform import Event as Event
-    from .transform import ExchangeState as ExchangeState
     from .transform import GradientSpec as GradientSpec
     from .transform import GradientTransform as GradientTransform
     from .transform import ParameterTransform as ParameterTransform
-    from .transform import ReplicaGroup as ReplicaGroup
-    from .transform import UpdateContext as UpdateContext
     from .transform import chain as chain
     from .transform import every as every
     from .transform import gradient_transform as gradient_transform
     from .transform import init as init
-    from .transform import phase_name as phase_name
-    from .transform import remembers_parameters as remembers_parameters
     from .transform import spec as spec
     from .tree import assign_buckets as assign_buckets
 else:  # hidden from type checkers, to which `__getattr__` would make every name a valid one
@@ -114,29 +90,21 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
             "des_loc diloco hierarchical_local_sgd layers local_sgd noloco norm_weighted "
             "only_finite rda read_anchor sgp slow_momentum slowmo sparta"
         ),
-        "embedding": (
-            "Bags Table WithTables bags embeddings rowwise_adagrad rowwise_adam rowwise_sgd"
-        ),
+        "embedding": "Table embeddings rowwise_adagrad rowwise_adam rowwise_sgd",
         "gradients": (
-            "Policy accumulate all_reduce_gradients clip_by_global_norm demo dynamic_loss_scale "
-            "loss_scale_of skip_unused unused_names"
+            "all_reduce_gradients clip_by_global_norm demo dynamic_loss_scale loss_scale_of"
         ),
-        "mesh": "check_in_sync check_same_tree consensus make_mesh replicate virtual_mesh",
-        "pipeline": (
-            "LayeredModel partition_balanced partition_by_cost partition_uniform pipelined"
-        ),
-        "reports": "comm_report comm_report_of measured",
-        "sparse": "all_reduce_rows row_value_and_grad",
-        "tracing": "check_all_used ready_order unused_parameters",
+        "mesh": "check_in_sync consensus make_mesh replicate virtual_mesh",
+        "pipeline": "LayeredModel partition_balanced partition_by_cost partition_uniform pipelined",
+        "reports": "comm_report comm_report_of",
+        "sparse": "row_value_and_grad",
         "train": (
-            "Evaluate Log TrainPipeline TrainState WeightedBatch bounded host_mean "
-            "make_train_step recommended_compiler_options set_hyperparams train_loop "
-            "uneven_batches with_exchange"
+            "TrainPipeline TrainState bounded host_mean make_train_step "
+            "recommended_compiler_options set_hyperparams train_loop with_exchange"
         ),
         "transform": (
-            "Algorithm Carry Event ExchangeState GradientSpec GradientTransform ParameterTransform "
-            "ReplicaGroup UpdateContext chain every gradient_transform init phase_name "
-            "remembers_parameters"
+            "Algorithm GradientSpec GradientTransform ParameterTransform chain every "
+            "gradient_transform init"
         ),
         "tree": "assign_buckets",
     }

@@ -164,15 +164,15 @@ def as_batch(flights: Flights) -> Batch:
 
 def scorer(
     graphdef: nnx.GraphDef[DLRM], embeddings: js.embedding.Embeddings, mesh: jax.sharding.Mesh
-) -> Callable[[js.WithTables, Flights], float]:
+) -> Callable[[js.embedding.WithTables, Flights], float]:
     """Area under the ROC curve of the consensus of all replicas, on one device."""
 
     @jax.jit
-    def logits(params: js.WithTables, batch: Batch) -> jax.Array:
+    def logits(params: js.embedding.WithTables, batch: Batch) -> jax.Array:
         embedded = embeddings.reference(params.tables, batch["ids"])
         return nnx.merge(graphdef, params.dense)(batch["dense"], embedded)
 
-    def score(params: js.WithTables, flights: Flights) -> float:
+    def score(params: js.embedding.WithTables, flights: Flights) -> float:
         one = jax.device_put(js.consensus(params, mesh=mesh), mesh.devices.flat[0])
         parts = range(0, len(flights.late), SCORED_AT_ONCE)
         found = [logits(one, as_batch(flights.rows(slice(i, i + SCORED_AT_ONCE)))) for i in parts]

@@ -294,7 +294,7 @@ class Job:
             self.text.position = done.next_batch
             report = report_collectives(self.step, state, self.text.batch(0))
             self._ledger = ByteLedger(report, self.step.mesh, done.bytes_sent)
-            measured = js.measured(self.step) if options.statistics else None
+            measured = js.reports.measured(self.step) if options.statistics else None
             own = folder if self.cluster.is_first else None
             with Recorder(config, self._ledger, own, reporter, done.step, done.best) as recorder:
                 self._recorder = recorder
@@ -359,7 +359,7 @@ class Job:
         self, step: Any, state: js.TrainState, done: int
     ) -> tuple[str, js.TrainState, int]:
         status, run, island = "interrupted", self._config.run, self._island
-        evaluate = js.Evaluate(self.evaluate, mesh=self.devices.mesh, whole=False)
+        evaluate = js.train.Evaluate(self.evaluate, mesh=self.devices.mesh, whole=False)
         pipeline = js.TrainPipeline(step, state, self.text, depth=run.prefetch)
         loop = js.train_loop(pipeline, num_steps=run.steps)
         # A second Ctrl-C raises in the middle of a step.
@@ -394,7 +394,7 @@ class Job:
                 return island.exchange(state)
         return state
 
-    def _finish_step(self, result: js.train.StepResult, evaluate: js.Evaluate) -> str | None:
+    def _finish_step(self, result: js.train.StepResult, evaluate: js.train.Evaluate) -> str | None:
         """Record and save after a step; return the status with which to end, or None."""
         run, recorder, options = self._config.run, self._recorder, self._config.checkpoint
         step, is_last = result.step, result.step == run.steps

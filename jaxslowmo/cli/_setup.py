@@ -475,7 +475,7 @@ def make_step(config: TrainConfig, loss_fn: Any, mesh: Any, **options: Any) -> j
         # A buffer of a stage holds norms and other weights, which names do not distinguish. The
         # layers compute in this dtype anyway: the policy only casts what they would cast.
         if dtype != "float32" and "stage" not in config.mesh.sizes:
-            policy = js.Policy(dtype, keep=_NORMS)
+            policy = js.gradients.Policy(dtype, keep=_NORMS)
         return js.make_train_step(
             loss_fn,
             _optimizer(config, schedule),

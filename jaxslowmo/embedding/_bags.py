@@ -105,15 +105,17 @@ def jagged(
         of ids; in place of `lengths`.
       weights: factors of the vectors, one for each id; None: 1.
       max_length: number of ids that a bag has room for, for all features or by feature; None, or a
-        feature that is not named: the length of the feature's longest bag (see `js.bags`).
+        feature that is not named: the length of the feature's longest bag (see
+        `js.embedding.bags`).
       truncate: whether to drop the ids of a bag beyond `max_length`, which are otherwise an error.
 
     Returns:
       `Bags` of NumPy arrays by feature, which can be part of a batch.
 
     Raises:
-      ValueError: what `js.bags` refuses; a number of bags that the features do not divide; a
-        feature that occurs twice; a `max_length` for another feature; neither lengths nor offsets.
+      ValueError: what `js.embedding.bags` refuses; a number of bags that the features do not
+        divide; a feature that occurs twice; a `max_length` for another feature; neither lengths nor
+        offsets.
 
     Example:
       >>> found = jagged([3, 1, 7, 9], features=["user", "item"], lengths=[2, 0, 1, 1])
@@ -241,7 +243,7 @@ def as_bags(feature: str, ids_or_bags: Any) -> Bags:
     bags = Bags(*map(_as_array, ids_or_bags if isinstance(ids_or_bags, Bags) else (ids_or_bags,)))
     ids, weights = bags
     if not all(hasattr(part, "dtype") for part in bags if part is not None):
-        what, rule = "", "arrays or js.Bags (js.bags makes them of lists)"
+        what, rule = "", "arrays or js.embedding.Bags (js.embedding.bags makes them of lists)"
     elif not jnp.issubdtype(ids.dtype, jnp.integer) or ids.ndim not in (1, 2):
         what, rule = "the ids of ", "integers of shape (batch,) or (batch, max_length)"
     elif weights is not None and (
@@ -272,7 +274,7 @@ def bags_of(batch: PyTree, features: tuple[str, ...], inputs: Any) -> dict[str, 
         by_feature = inputs(batch)
         if not isinstance(by_feature, Mapping):
             raise ValueError(
-                f"{OWNER}: `inputs` must return ids or js.Bags by feature, got "
+                f"{OWNER}: `inputs` must return ids or js.embedding.Bags by feature, got "
                 f"{type(by_feature).__name__}."
             )
     elif isinstance(batch, Mapping):

@@ -161,7 +161,7 @@ class Embeddings:
         This depends only on the ids, so it can run during a step. Needs the axis to be bound.
 
         Args:
-          bags: ids or `js.Bags` of this device by feature; features may be missing.
+          bags: ids or `js.embedding.Bags` of this device by feature; features may be missing.
 
         Returns:
           The `js.embedding.Requests` that `lookup`, `pooled` and `send_back` need.
@@ -232,7 +232,7 @@ class Embeddings:
         """Check the ids of bags that are NumPy arrays; ignore those on devices.
 
         Args:
-          bags: ids or `js.Bags` by feature.
+          bags: ids or `js.embedding.Bags` by feature.
           num_parts: number of equal consecutive parts of the batch, one per device.
 
         Raises:
@@ -259,7 +259,7 @@ class Embeddings:
         """Return the `capacity` that these NumPy bags need, by table.
 
         Args:
-          bags: ids or `js.Bags` by feature; a table with some ids on devices is left out.
+          bags: ids or `js.embedding.Bags` by feature; a table with some ids on devices is left out.
           num_parts: number of equal consecutive parts of the batch, one per device.
         """
         needed = self._slots_by_part(self._bags_by_table(bags), num_parts)
@@ -492,7 +492,7 @@ class Embeddings:
 
         Args:
           tables: whole stored tables.
-          bags: ids or `js.Bags` by feature.
+          bags: ids or `js.embedding.Bags` by feature.
           params: dense parameters, for tables with `position_weights`.
 
         Communication: none under jit on one device; else what the compiler inserts.
@@ -591,8 +591,8 @@ def embeddings(
         that holds rows), for every table or by name. "auto": as many as there can be, so that no id
         is left out. All slots are sent, used or not. A device needs about its number of distinct
         ids divided by the number of devices, and some more because ids spread unevenly.
-      inputs: function `inputs(batch)` that returns ids or `js.Bags` by feature and depends on the
-        batch alone. None: `batch[feature]`.
+      inputs: function `inputs(batch)` that returns ids or `js.embedding.Bags` by feature and
+        depends on the batch alone. None: `batch[feature]`.
       overflow: what to do with ids beyond the capacity. `"error"`: for NumPy batches the training
         step raises before it runs; for batches on devices it skips the update, and its second call
         after that raises. `"drop"`: their vectors are 0, and the metrics count them.

@@ -1,5 +1,8 @@
 """Transforms of gradients before the optimizer: averaging, sums of rows, scaling, clipping."""
 
+from ..tracing import check_all_used as check_all_used
+from ..tracing import ready_order as ready_order
+from ..tracing import unused_parameters as unused_parameters
 from .clipping import ClipByGlobalNormState as ClipByGlobalNormState
 from .clipping import clip_by_global_norm as clip_by_global_norm
 from .precision import DynamicLossScaleState as DynamicLossScaleState

@@ -346,7 +346,7 @@ def unused_parameters(
     by construction, whatever the values are: it does not reach the loss, or only through
     `lax.stop_gradient`, rounding, comparisons or a product with a constant zero. A parameter that
     one branch of a `lax.cond` uses is used, and so is one whose gradient merely happens to be zero
-    (`js.skip_unused` finds those).
+    (`js.gradients.skip_unused` finds those).
 
     Args:
       loss_fn: a loss function that `js.make_train_step` accepts: `(params, batch) -> loss`, `(loss,
@@ -389,14 +389,14 @@ def check_all_used(
     This is the default of torch's DDP (`find_unused_parameters=False`), before the first step.
 
     Args:
-      loss_fn: a loss function that `js.unused_parameters` accepts.
+      loss_fn: a loss function that `js.gradients.unused_parameters` accepts.
       params: arrays or `ShapeDtypeStruct`s, of one replica.
       batch: arrays or `ShapeDtypeStruct`s, of one replica.
       rng: PRNG key for a loss that takes one; None: any key.
       model_state: the model state of a loss that takes one; None is {}.
 
     Raises:
-      ValueError: naming every unused parameter; as `js.unused_parameters` otherwise.
+      ValueError: naming every unused parameter; as `js.gradients.unused_parameters` otherwise.
 
     Nothing runs on a device. Communication: none.
 
@@ -406,6 +406,6 @@ def check_all_used(
     if names:
         raise ValueError(
             f"`loss_fn` does not depend on these of `params`: {', '.join(names)}. Leave them out, "
-            "freeze them (`optax.masked`), or wrap the optimizer in `js.skip_unused` so that "
-            "weight decay and momentum leave them alone."
+            "freeze them (`optax.masked`), or wrap the optimizer in `js.gradients.skip_unused` so "
+            "that weight decay and momentum leave them alone."
         )

@@ -78,8 +78,9 @@ def _format_sizes(sizes: set[int]) -> str:
 
 _INSTEAD = (
     "Each replica gets a part of every leaf, and such parts are no part of the container. Give "
-    "arrays whose leading dimension counts examples, such as a dense array or `js.bags`; what all "
-    "examples share stands in the loss function, or in arrays with a leading dimension of 1."
+    "arrays whose leading dimension counts examples, such as a dense array or "
+    "`js.embedding.bags`; what all examples share stands in the loss function, or in arrays with "
+    "a leading dimension of 1."
 )
 
 

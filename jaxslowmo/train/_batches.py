@@ -527,7 +527,7 @@ class BatchPlacer:
             "compared, and training goes on. Either it is late, or it gives a batch of a shape "
             "that it gave before while others have one of another shape. Then the exchange of this "
             "step hangs or ends in an error of the network: each process must give as many rows in "
-            "every step. Pad or drop the last batch, or see js.uneven_batches.",
+            "every step. Pad or drop the last batch, or see js.train.uneven_batches.",
         )
 
     def _make_note(self, batch: PyTree, axes: tuple[str, ...], *, with_values: bool) -> "Note":
@@ -664,7 +664,7 @@ def compare_notes(notes: Mapping[int, Note]) -> Verdict:
             "`batch`: what processes give does not make one batch; its shape would be "
             f"{'; '.join(differs[:_MAX_DIFFERENCES])}{f'; and {more} more' if more > 0 else ''}. "
             "Each must give as many rows for each of its parts: pad or drop the last batch, or see "
-            "js.uneven_batches."
+            "js.train.uneven_batches."
         )
     givers: dict[str, dict[str, list[int]]] = {}  # processes, by the part and its digest
     by_data: dict[tuple[str, ...], list[int]] = {}

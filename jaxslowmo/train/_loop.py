@@ -190,10 +190,11 @@ def train_loop(
     More on each argument: [docs/api/train.md](#details).
 
     Args:
-      step: a step of `js.make_train_step`, also wrapped by `js.measured`; or a `js.TrainPipeline`
-        that trains. A pipeline has its own state and batches, and continues from its position.
+      step: a step of `js.make_train_step`, also wrapped by `js.reports.measured`; or a
+        `js.TrainPipeline` that trains. A pipeline has its own state and batches, and continues from
+        its position.
       state: the state to start from; its buffers are donated if the step donates.
-      batches: one batch per step, or `accumulate` of them; or `js.uneven_batches(...)`.
+      batches: one batch per step, or `accumulate` of them; or `js.train.uneven_batches(...)`.
       num_steps: the number of the last step; None continues until `batches` ends. Numbers go on
         from the state's own count of updates, also in a resumed run; from 0 for a state that is no
         `TrainState`.
@@ -236,7 +237,7 @@ def train_loop(
         if not hasattr(hook, "every"):
             what = getattr(hook, "__name__", type(hook).__name__)
             raise ValueError(
-                "`hooks` must be callables with an attribute `every`, such as js.Log(write, "
+                "`hooks` must be callables with an attribute `every`, such as js.train.Log(write, "
                 f"every=10), got {what} without one: give it one, or call it in the loop's body."
             )
     schedules = [as_schedule(hook.every, "every") for hook in hooks]
@@ -289,7 +290,7 @@ def _check_steps_per_call(step: Any, per_call: int, accumulate: int) -> None:
             f"`accumulate`={accumulate} one for several: give batches that hold the examples of an "
             "update, which js.make_train_step(accumulate=) splits."
         )
-    # The class is asked, since a step in js.measured has the attributes of the step in it.
+    # The class is asked, since a step in js.reports.measured has the attributes of the step in it.
     if not hasattr(type(step), "scan"):
         raise ValueError(
             f"`steps_per_call`={per_call} needs a step of js.make_train_step or js.with_exchange, "

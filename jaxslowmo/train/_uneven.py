@@ -50,7 +50,7 @@ def uneven_batches(
     last batch with weight 0: it computes along, contributes nothing and ends with the same
     parameters as the others (like torch's `Join`):
 
-        for result in js.train_loop(step, state, js.uneven_batches(shares, mesh=mesh)): ...
+        for result in js.train_loop(step, state, js.train.uneven_batches(shares, mesh=mesh)): ...
 
     Args:
       shares: the batches of each replica of which this process has devices: trees of arrays

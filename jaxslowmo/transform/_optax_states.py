@@ -1,7 +1,7 @@
 """A table of optimizers that keep copies of parameters, or update in some calls only.
 
 Optimizers of optax are known by the classes of their states; others say it by
-`js.remembers_parameters`.
+`js.spec.remembers_parameters`.
 
 Most optimizers read the parameters that they receive and store only gradients. Some store
 parameters: COCOB computes every new value from the initial one, schedule-free training from a
@@ -180,7 +180,7 @@ def remembers_parameters(
           start: Any
           sum: Any
 
-      js.remembers_parameters(MyState, moves=("start",))
+      js.spec.remembers_parameters(MyState, moves=("start",))
 
     Communication: none.
     """

@@ -20,7 +20,7 @@ PUBLIC = [
     getattr(module, name) for module in MODULES for name in dir(module) if not name.startswith("_")
 ]
 FUNCTIONS = {x for x in PUBLIC if isinstance(x, types.FunctionType)}
-CLASSES = {js.TrainPipeline, js.Evaluate, js.checkpoint.Checkpoints}
+CLASSES = {js.TrainPipeline, js.train.Evaluate, js.checkpoint.Checkpoints}
 FLAGS = {
     f"{function.__module__}.{function.__name__}, {name}": (function, name, x.annotation is not bool)
     for function in FUNCTIONS | CLASSES

@@ -64,7 +64,7 @@ COUNTS = {
     "overlap": lambda n: js.sgp("replica", overlap=n),
     "num_nodes": lambda n: js.sgp("replica", graph=js.topology.ring(n)),
     "bucket_bytes": lambda n: js.local_sgd("replica", sync_every=2, bucket_bytes=n),
-    "every": lambda n: js.accumulate(optax.sgd(0.1), every=n),
+    "every": lambda n: js.gradients.accumulate(optax.sgd(0.1), every=n),
     "bucket_bytes of gradients": lambda n: js.all_reduce_gradients("replica", bucket_bytes=n),
     "first_bucket_bytes": lambda n: js.all_reduce_gradients("replica", first_bucket_bytes=n),
     "alone_bytes": lambda n: js.all_reduce_gradients("replica", alone_bytes=n),
@@ -86,7 +86,7 @@ COUNTS = {
         "replica", hook=js.hooks.int8(stochastic_rounding=True, seed=n)
     ),
     "growth_interval": lambda n: js.dynamic_loss_scale(optax.sgd(0.1), growth_interval=n),
-    "capacity": lambda n: js.all_reduce_rows("replica", capacity=n),
+    "capacity": lambda n: js.sparse.all_reduce_rows("replica", capacity=n),
 }
 
 
@@ -109,7 +109,7 @@ def test_tables_steps_meshes_and_checkpoints_take_them(tmp_path):
     tables = js.embeddings(tables, capacity={"items": two}, **options)
     items = tables.tables["items"]
     assert (items.num_rows, items.dim) == (100, 2)
-    assert js.bags([[1], [2, 3]], max_length=two).ids.shape == (2, 2)
+    assert js.embedding.bags([[1], [2, 3]], max_length=two).ids.shape == (2, 2)
     mesh = js.virtual_mesh({"replica": two})
     assert mesh == js.virtual_mesh({"replica": 2})
     assert js.make_mesh({"replica": two}) == js.make_mesh({"replica": 2})
@@ -124,4 +124,4 @@ def test_tables_steps_meshes_and_checkpoints_take_them(tmp_path):
     with Checkpoints(tmp_path, keep=two) as checkpoints:
         checkpoints.save(np.int8(0), state, wait=True)
         assert checkpoints.restore(step, {"w": np.ones(3)}, step=jnp.int32(0)).step == 0
-    assert js.measured(step, rate=two)
+    assert js.reports.measured(step, rate=two)

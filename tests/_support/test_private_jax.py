@@ -31,8 +31,8 @@ USES = {
     "Without it a libtpu without TPU prints long warnings in torch_compat",
     "cloud_tpu_init.running_in_cloud_tpu_vm": "whether there is a TPU: look at what `import jax` "
     "does on a TPU machine. torch_compat needs it",
-    "xla_client.pjrt_plugin_loaded": "look at what starts plugins in jax. Without it js.measured "
-    "ends the process where libtpu is loaded without a TPU",
+    "xla_client.pjrt_plugin_loaded": "look at what starts plugins in jax. Without it "
+    "js.reports.measured ends the process where libtpu is loaded without a TPU",
 }
 
 

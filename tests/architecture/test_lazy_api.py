@@ -100,7 +100,7 @@ def test_a_name_loads_no_package_that_it_does_not_need():
 
 
 def test_classes_survive_pickling():
-    for cls in (js.TrainState, js.Policy, js.reports.CommRow, js.ExchangeState):
+    for cls in (js.TrainState, js.gradients.Policy, js.reports.CommRow, js.spec.ExchangeState):
         assert pickle.loads(pickle.dumps(cls)) is cls
     data = pickle.dumps(js.reports.CommRow)  # loads where nothing is imported
     assert run_python(f"import pickle; print(pickle.loads({data!r}).__name__)") == "CommRow"

@@ -58,7 +58,7 @@ with Checkpoints(folder, keep=9) as checkpoints:
         shutil.copytree(folder / "5", folder / "6")
     else:
         module.read = unreadable_sixth
-    js.check_same_tree({})  # waits for the other
+    js.mesh.check_same_tree({})  # waits for the other
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE, fallback=True)

@@ -182,7 +182,7 @@ with Checkpoints(folder, patience=600) as checkpoints:
     with Checkpoints(folder.with_name("best"), keep=1, keep_best=("loss", "min")) as best:
         for t in (1, 2, 3):
             best.save(t, after(t), metrics={"loss": t if rank == 0 else -t}, wait=True)
-        js.check_same_tree({})  # waits for the other, which removes old ones
+        js.mesh.check_same_tree({})  # waits for the other, which removes old ones
         print(best.best_step(), best.steps())
 
     # Process 0 cannot even begin.

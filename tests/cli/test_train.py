@@ -77,7 +77,7 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
 def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp_path, monkeypatch):
     out, masses, evaluated = tmp_path / "out", [], []
 
-    class Watched(js.Evaluate):
+    class Watched(js.train.Evaluate):
         def __call__(self, result):
             params, gossip = result.state.params, result.state.exchange.local
             terms = [(gossip.weight, params), *((a.weight, a.mean) for a in gossip.in_flight)]

@@ -29,9 +29,9 @@ def test_lists_lengths_and_offsets_are_the_same_bags(rows, room, weighted):
     options = {"max_length": room, "truncate": True}
     by_length = {"lengths": np.array(lengths, np.int32), "weights": flat_weights}
     for found in (
-        js.bags(rows, weights=weights, **options),
-        js.bags(flat, **by_length, **options),
-        js.bags(flat, offsets=offsets, weights=flat_weights, **options),
+        js.embedding.bags(rows, weights=weights, **options),
+        js.embedding.bags(flat, **by_length, **options),
+        js.embedding.bags(flat, offsets=offsets, weights=flat_weights, **options),
     ):
         np.testing.assert_array_equal(found.ids, want)
         assert found.ids.dtype == np.int32
@@ -75,15 +75,15 @@ def test_a_length_is_of_all_features_or_of_those_that_are_named():
 
 
 def test_the_longest_bag_is_the_length_unless_there_is_one():
-    assert js.bags([[4], [], [5, 6]]).ids.tolist() == [[4, -1], [-1, -1], [5, 6]]
-    assert js.bags([[], []]).ids.tolist() == [[-1], [-1]]
+    assert js.embedding.bags([[4], [], [5, 6]]).ids.tolist() == [[4, -1], [-1, -1], [5, 6]]
+    assert js.embedding.bags([[], []]).ids.tolist() == [[-1], [-1]]
     # Beyond int32: kept, for the table to refuse.
-    assert js.bags([[2**31 - 1]]).ids.dtype == np.int32
-    assert js.bags([[2**31]]).ids.tolist() == [[2**31]]
+    assert js.embedding.bags([[2**31 - 1]]).ids.dtype == np.int32
+    assert js.embedding.bags([[2**31]]).ids.tolist() == [[2**31]]
 
 
 def test_bags_are_trees():
-    assert jax.tree.map(jnp.shape, js.bags([[1, 2]])) == js.Bags((1, 2), None)
+    assert jax.tree.map(jnp.shape, js.embedding.bags([[1, 2]])) == js.embedding.Bags((1, 2), None)
 
 
 def test_features_may_be_missing_and_inputs_finds_them_anywhere():
@@ -102,5 +102,5 @@ def test_arrays_of_other_libraries_are_numpys():
         def __array__(self, dtype=None, copy=None):
             return np.array([[3, -1]])
 
-    found = bags_of({"a": Tensor(), "b": js.Bags(Tensor())}, ("a", "b"), None)
+    found = bags_of({"a": Tensor(), "b": js.embedding.Bags(Tensor())}, ("a", "b"), None)
     assert [bags.ids.tolist() for bags in found.values()] == [[[3, -1]], [[3, -1]]]

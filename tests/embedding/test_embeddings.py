@@ -95,7 +95,7 @@ def test_random_tables_are_those_of_numpy(seed):
     tables, state = world.together(stored), world.together(map(emb.init_optimizer, stored))
     for t in range(UPDATES):
         bags = [bags_of(world, rng) for _ in replicas]
-        given = [{f: js.Bags(b.ids, b.weights) for f, b in own.items()} for own in bags]
+        given = [{f: js.embedding.Bags(b.ids, b.weights) for f, b in own.items()} for own in bags]
         params = [
             {"towers": {n: own[f].positions for f, n in world.leaves.items()}} for own in bags
         ]

@@ -40,11 +40,11 @@ def of_batch(batch, inputs=None):
 
 
 def of_feature(ids, weights=None):
-    return of_batch({"a": ids if weights is None else js.Bags(ids, weights)})
+    return of_batch({"a": ids if weights is None else js.embedding.Bags(ids, weights)})
 
 
 def bags(rows=(1, 2), **options):
-    return js.bags(rows, **options)
+    return js.embedding.bags(rows, **options)
 
 
 def jagged(values=(1, 2, 3), features=("a", "b"), **options):
@@ -114,7 +114,7 @@ DEVICES = {
         lambda: made().over(2).read({"a": np.zeros((2, 64, 4))}), "`read`", (2, 64, 4)
     ),
     "parameters and not their tables": Refusal(
-        lambda: made().over(2).read(js.WithTables({}, {"a": np.zeros((64, 4))})),
+        lambda: made().over(2).read(js.embedding.WithTables({}, {"a": np.zeros((64, 4))})),
         "`read`",
         "WithTables",
     ),

@@ -74,7 +74,7 @@ def test_specs_of_requests_are_those_of_what_an_exchange_returns():
     """Requests of columns are equal on all devices, all else is split over them."""
     emb = embeddings_of_all_kinds().over(DEVICES)
     ids = jax.ShapeDtypeStruct((16, LENGTH), jnp.int32)
-    bags = {"t0": js.Bags(ids, jax.ShapeDtypeStruct(ids.shape, jnp.float32)), "t1": ids}
+    bags = {"t0": js.embedding.Bags(ids, jax.ShapeDtypeStruct(ids.shape, jnp.float32)), "t1": ids}
     specs = emb.request_specs(bags)
     assert specs.asked == {"t0": P("shard"), "t1": P()}
     mesh = js.make_mesh({"shard": DEVICES}, devices=jax.devices()[:DEVICES])

@@ -11,7 +11,7 @@ from support.strict import SETTINGS, assert_equal_bits
 RNG = np.random.default_rng(0)
 BATCHES = [
     {
-        "user": js.bags([[1, 5], [], [7], [2, 2]] * 2, max_length=2),
+        "user": js.embedding.bags([[1, 5], [], [7], [2, 2]] * 2, max_length=2),
         "item": RNG.integers(0, 9, 8).astype(np.int32),
         "y": RNG.normal(size=8).astype(np.float32),
     }
@@ -45,7 +45,7 @@ def program(mesh):
     )
     params = {"w": np.ones(3, np.float32)}
     drawn = step.embeddings.read(step.consensus(step.init(params)).tables)
-    state = step.init(js.WithTables(params, step.embeddings.write(drawn)))
+    state = step.init(js.embedding.WithTables(params, step.embeddings.write(drawn)))
     for result in js.TrainPipeline(step, state, iter(BATCHES[:3])):
         state = result.state
     state, metrics = step(state, BATCHES[3])

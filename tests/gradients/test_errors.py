@@ -97,22 +97,26 @@ REDUCER = {
     ),
     "int8 of 8 bits": Refusal(lambda: float8(HOOKS.int8), "int8", "net/small"),
     "top_k of 8 bits": Refusal(lambda: float8(HOOKS.top_k), "top_k", "float8_e5m2"),
-    "calls": Refusal(lambda: js.accumulate(SGD, every=0), "`every`", 0),
-    "nothing to accumulate for": Refusal(lambda: js.accumulate("sgd", every=2), "`inner`", "sgd"),
+    "calls": Refusal(lambda: js.gradients.accumulate(SGD, every=0), "`every`", 0),
+    "nothing to accumulate for": Refusal(
+        lambda: js.gradients.accumulate("sgd", every=2), "`inner`", "sgd"
+    ),
     "a weight in a sum": Refusal(
-        lambda: trace(one_update(js.accumulate(SGD, 2, average=False), weight=1.0), PARAMS),
+        lambda: trace(
+            one_update(js.gradients.accumulate(SGD, 2, average=False), weight=1.0), PARAMS
+        ),
         "`weight`",
     ),
 }
 
 
 def skipping(used=None, axis="replica"):
-    tx = js.skip_unused(SGD, "replica")
+    tx = js.gradients.skip_unused(SGD, "replica")
     return trace(one_update(tx, used=used), PARAMS, axes={axis: 4})
 
 
 def skip(inner):
-    return js.skip_unused(inner, "replica").init(PARAMS)
+    return js.gradients.skip_unused(inner, "replica").init(PARAMS)
 
 
 SKIP_UNUSED = {
@@ -120,8 +124,8 @@ SKIP_UNUSED = {
     "no transform": Refusal(lambda: skip(0.1), "`inner`", 0.1),
     "a state of no parameters": Refusal(lambda: skip(optax.sm3(0.1)), "tree['b']"),
     "another axis": Refusal(lambda: skipping(axis="device"), "`axis_name`", "replica"),
-    "names of no state": Refusal(lambda: js.unused_names((), PARAMS), "`state`", 0),
-    "names of other leaves": Refusal(lambda: js.unused_names(skip(SGD), {"b": 1}), "zip"),
+    "names of no state": Refusal(lambda: js.gradients.unused_names((), PARAMS), "`state`", 0),
+    "names of other leaves": Refusal(lambda: js.gradients.unused_names(skip(SGD), {"b": 1}), "zip"),
 }
 
 GRADIENT = js.sparse.RowGradient(jnp.array([1, 2]), jnp.ones((2, 3)), 4)
@@ -130,7 +134,7 @@ ROWS, VALUES = jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 2, 3))
 
 
 def rows_option(axis_name="replica", **options):
-    return js.all_reduce_rows(axis_name, **{"tables": ("t",), **options})
+    return js.sparse.all_reduce_rows(axis_name, **{"tables": ("t",), **options})
 
 
 def rows_update(leaf=lambda r, v: js.sparse.RowGradient(r, v, 4), weight=None, **options):
@@ -238,7 +242,7 @@ def scaled(**extra):
 
 
 def keeping(*keep):
-    loss = apply_policy(js.Policy("float16", keep=keep), lambda *args, **known: None)
+    loss = apply_policy(js.gradients.Policy("float16", keep=keep), lambda *args, **known: None)
     return loss({"a": jnp.ones(1)}, {"b": jnp.ones(1)}, rng=None, model_state=())
 
 
@@ -252,7 +256,7 @@ PRECISION = {
     **wrong(scale_rule, initial=0.5),
     **wrong(scaled, weight=-1),
     **wrong(scaling, optimizer=None, axes=(1,)),
-    **wrong(js.Policy, compute="float64"),
+    **wrong(js.gradients.Policy, compute="float64"),
     "no backoff": Refusal(lambda: scale_rule(backoff=0), "`backoff`", 0),
     "an infinite scale": Refusal(lambda: scale_rule(max_scale=3.4e38), "`max_scale`", "3.4e+38"),
     "initial above": Refusal(lambda: scale_rule(initial=2.0**25), "`initial`", 2.0**25),

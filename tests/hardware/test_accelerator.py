@@ -148,7 +148,7 @@ def test_losses_of_16_bits_are_near(dtype):
     mesh = mesh_of_accelerators({"replica": REPLICAS})
     gradients = js.all_reduce_gradients("replica")
     scaled = js.dynamic_loss_scale(OPTIMIZER, initial=1024.0) if dtype == "float16" else OPTIMIZER
-    _, _, losses = run(mesh, scaled, gradients=gradients, policy=js.Policy(dtype))
+    _, _, losses = run(mesh, scaled, gradients=gradients, policy=js.gradients.Policy(dtype))
     _, _, exact = run(mesh, gradients=gradients)
     np.testing.assert_allclose(losses, exact, rtol=2e-2)
 

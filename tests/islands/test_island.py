@@ -166,7 +166,7 @@ def test_a_hook_of_the_loop_and_a_loop_by_hand_end_alike(tmp_path):
     state = island.exchange(step.init(params()))
     batches = [batch(t, slice(0, 2)) for t in range(1, 5 * PERIOD + 1)]
     seen = []
-    hooks = [island, js.Log(seen.append, every=4)]
+    hooks = [island, js.train.Log(seen.append, every=4)]
     *_, last = js.train_loop(step, state, batches, hooks=hooks)
     for x, y in zip(whole(last.state.params), whole(by_hand.params), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -425,7 +425,7 @@ def test_parameters_that_islands_do_not_take_are_refused(tmp_path):
     with pytest.raises(ValueError, match="at most 32 bits, not so: w"):
         island.exchange(state._replace(params=wide))
     with pytest.raises(ValueError, match="has tables, which islands do not exchange"):
-        island.exchange(state._replace(params=js.WithTables(state.params, {})))
+        island.exchange(state._replace(params=js.embedding.WithTables(state.params, {})))
 
 
 def test_a_model_in_stages_is_refused(tmp_path):

@@ -104,7 +104,7 @@ def test_an_island_counts_replicas_as_gossip_weighs_them(tmp_path):
 def centred(*, is_shared: bool) -> js.ParameterTransform:
     """Return an algorithm of a user, which keeps a point of its own."""
     point = lambda params: {"centre": jax.tree.map(jnp.array, params)}  # noqa: E731
-    pull = js.Event("pull", js.every(2), lambda carry, replicas, context: carry)
+    pull = js.spec.Event("pull", js.every(2), lambda carry, replicas, context: carry)
     kind = js.Algorithm(events=(pull,))
     where = "shared" if is_shared else "local"
     return js.ParameterTransform(dataclasses.replace(kind, **{where: point}), "replica")

@@ -18,7 +18,7 @@ def program(mesh, params):
         optax.adamw(1e-2),
         sync=js.local_sgd("replica", sync_every=2),
         mesh=mesh,
-        policy=js.Policy("bfloat16"),
+        policy=js.gradients.Policy("bfloat16"),
     )
     state = step.init(params)
     for windows in WINDOWS:

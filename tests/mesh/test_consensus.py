@@ -86,7 +86,7 @@ def test_gossip_has_the_weighted_mean_of_replicas_and_values_in_flight(name, pla
     one = step.consensus(state)
     np.testing.assert_allclose(one["w"], EXACT, rtol=1e-5)
     assert np.abs(np.asarray(state.params["w"]).mean(0) - EXACT).max() > 0.01  # the plain mean
-    evaluate = js.Evaluate(lambda params, _: {"w": params["w"]}, mesh=step.mesh)
+    evaluate = js.train.Evaluate(lambda params, _: {"w": params["w"]}, mesh=step.mesh)
     result = js.train.StepResult(STEPS, state, (), {}, {})
     np.testing.assert_array_equal(evaluate(result)["w"], one["w"])
     with pytest.raises(ValueError, match="`state`"):
@@ -166,7 +166,9 @@ def test_weights_of_only_some_leaves_are_refused():
         with pytest.raises(ValueError, match=r"js\.sgp"):
             step.consensus(state)
         with pytest.raises(ValueError, match=r"js\.sgp"):
-            js.Evaluate(lambda *_: {}, mesh=step.mesh)(js.train.StepResult(1, state, (), {}, {}))
+            js.train.Evaluate(lambda *_: {}, mesh=step.mesh)(
+                js.train.StepResult(1, state, (), {}, {})
+            )
 
 
 def test_regular_gossip_of_several_groups_has_the_plain_mean():

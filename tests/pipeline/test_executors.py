@@ -95,7 +95,7 @@ BY_LOSS = optax.GradientTransformationExtraArgs(
     ),
 )
 ALL = js.all_reduce_gradients("replica")
-POLICY = js.Policy("bfloat16", keep=("tokens",))
+POLICY = js.gradients.Policy("bfloat16", keep=("tokens",))
 BESIDE = {
     "the loss is told": (BY_LOSS, {"sync": "none"}, 1e-5),
     "gossip in 16 bits": (optax.sgd(0.1), {"sync": js.sgp("replica"), "policy": POLICY}, 0.03),

@@ -32,9 +32,11 @@ ROWS = {
     "a text as a program": programs(lambda: "step", "str"),
     "a function as a program": programs(lambda: DOUBLE, "PjitFunction"),
     "None under a kind": programs(lambda: {"slow": DOUBLE.lower(X), "local": None}, "'local'"),
-    "a plain function to measure": Refusal(lambda: js.measured(lambda x: x), "`step`", "<lambda>"),
-    "a rate of 0": Refusal(lambda: js.measured(DOUBLE, rate=0), "`rate`", 0),
-    "half a rate": Refusal(lambda: js.measured(DOUBLE, rate=2.5), "`rate`", 2.5),
+    "a plain function to measure": Refusal(
+        lambda: js.reports.measured(lambda x: x), "`step`", "<lambda>"
+    ),
+    "a rate of 0": Refusal(lambda: js.reports.measured(DOUBLE, rate=0), "`rate`", 0),
+    "half a rate": Refusal(lambda: js.reports.measured(DOUBLE, rate=2.5), "`rate`", 2.5),
 }
 
 

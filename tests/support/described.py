@@ -74,7 +74,7 @@ def lowered_step(
     mode: Literal["host", "traced"] = "host",
     compiler_options: Mapping[str, Any] | None = None,
     optimizer: optax.GradientTransformation | None = None,
-    policy: js.Policy | None = None,
+    policy: js.gradients.Policy | None = None,
 ) -> dict[str, jax.stages.Lowered]:
     """Return the programs of a step by phase; the key is "all" for a traced step.
 

@@ -117,7 +117,7 @@ def lowered_gpt(
     is_sharded = mesh.axis_names != ("replica",)
     options = {
         "optimizer": optax.adamw(6e-4),
-        "policy": js.Policy("bfloat16"),
+        "policy": js.gradients.Policy("bfloat16"),
         "specs": gpt_param_specs(config, mesh) if is_sharded else None,
         **options,
     }

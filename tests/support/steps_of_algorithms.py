@@ -112,7 +112,9 @@ def _transforms(algorithm: str, place: Place) -> dict[str, Any]:
     local_options = place.transform_options
     if algorithm == "all_reduce":
         axes = tuple(name for name, _ in place.axes)
-        order = js.ready_order(loss, PARAMS, jax.ShapeDtypeStruct((8, WIDTHS[0]), jnp.float32))
+        order = js.gradients.ready_order(
+            loss, PARAMS, jax.ShapeDtypeStruct((8, WIDTHS[0]), jnp.float32)
+        )
         return {
             "gradients": js.all_reduce_gradients(
                 axes,

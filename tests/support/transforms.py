@@ -38,9 +38,9 @@ TRANSFORMS = {
         "replica", hook=js.hooks.top_k(0.2)
     ),
     "demo": lambda: js.demo("replica", compression_decay=0.9, top_k=2, chunk=3),
-    "accumulate": lambda: js.accumulate(js.all_reduce_gradients("replica"), every=2),
+    "accumulate": lambda: js.gradients.accumulate(js.all_reduce_gradients("replica"), every=2),
     "hierarchical_local_sgd": lambda: js.hierarchical_local_sgd({"replica": 2}),
-    "all_reduce_rows": lambda: js.all_reduce_rows(
+    "all_reduce_rows": lambda: js.sparse.all_reduce_rows(
         "replica", dense=js.all_reduce_gradients("replica")
     ),
     "local_sgd": lambda: js.local_sgd("replica", sync_every=2),
@@ -71,7 +71,7 @@ TRANSFORMS = {
     "slowmo over sparta": lambda: js.slowmo(
         "replica", base=js.sparta("replica", share=0.3), sync_every=4
     ),
-    "skip_unused": lambda: js.skip_unused(
+    "skip_unused": lambda: js.gradients.skip_unused(
         optax.chain(js.all_reduce_gradients("replica"), optax.sgd(0.1, momentum=0.9)), "replica"
     ),
     "slowmo": lambda: slowmo_over_local(learning_rate=optax.linear_schedule(0.1, 0.0, 4)),

@@ -49,7 +49,9 @@ def compiled(mesh, order, rows):
 
 
 def ready():
-    order = js.ready_order(mlp_loss, PARAMS, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32))
+    order = js.gradients.ready_order(
+        mlp_loss, PARAMS, jax.ShapeDtypeStruct((8, WIDTH), jnp.float32)
+    )
     names = leaf_names(PARAMS)
     assert [names[i] for i in order] == USE[::-1] != names[::-1]
     return order

@@ -13,7 +13,7 @@ def product(params, x):
     return jnp.sum(params * x)
 
 
-def traced(argument, value="", loss=product, params=VECTOR, fn=js.ready_order, **options):
+def traced(argument, value="", loss=product, params=VECTOR, fn=js.gradients.ready_order, **options):
     return Refusal(lambda: fn(loss, params, VECTOR, **options), argument, value)
 
 
@@ -21,7 +21,7 @@ ROWS = {
     "a number as a loss": traced("`loss_fn`", "int", 3),
     "a vector as a loss": traced("`loss_fn`", "(3,)", lambda p, x: p * x),
     "metrics that are no dict": traced("`loss_fn`", "dict", lambda p, x: (jnp.sum(p), [1.0])),
-    "no parameters": traced("`params`", params={}, fn=js.unused_parameters),
+    "no parameters": traced("`params`", params={}, fn=js.gradients.unused_parameters),
     "an int32 parameter": traced("`params`", "n (int32)", params={"n": jnp.ones(3, jnp.int32)}),
     "model state of a loss without": traced("`model_state`", model_state={"mean": VECTOR}),
     "unused parameters": traced(
@@ -29,7 +29,7 @@ ROWS = {
         "head/bias, tail",
         lambda p, x: product(p["head"]["kernel"], x),
         {"head": {"bias": VECTOR, "kernel": VECTOR}, "tail": VECTOR},
-        js.check_all_used,
+        js.gradients.check_all_used,
     ),
 }
 

@@ -30,7 +30,7 @@ BATCH = square(2, 4)
 
 
 def names(loss, params, batch=BATCH, **options):
-    order = js.ready_order(loss, params, batch, **options)
+    order = js.gradients.ready_order(loss, params, batch, **options)
     found = leaf_names(params)
     assert sorted(order) == list(range(len(found)))
     return [found[i] for i in order]
@@ -59,7 +59,7 @@ def test_rebuilt_layout_of_torch(case):
     def loss(params, factors):
         return sum(jnp.sum(params[i] * factors[i]) for i in use)
 
-    order = js.ready_order(loss, leaves, leaves)
+    order = js.gradients.ready_order(loss, leaves, leaves)
     assert list(order) == use[::-1]
     cap = case["bucket_cap_mb"]
     limits = (MIB, 25 * MIB) if cap is None else (int(cap * MIB),) * 2
@@ -152,7 +152,7 @@ VECTOR = jax.ShapeDtypeStruct((3,), jnp.float32)
 def unused(uses, **shapes):
     """Names that `uses(params, x)` leaves unused, of a, b and c."""
     params = {name: shapes.get(name, VECTOR) for name in "abc"}
-    return js.unused_parameters(lambda p, x: jnp.sum(uses(p, x)), params, VECTOR)
+    return js.gradients.unused_parameters(lambda p, x: jnp.sum(uses(p, x)), params, VECTOR)
 
 
 @jax.custom_vjp

@@ -62,7 +62,7 @@ CUT = {
     "other sizes in a mapping": lambda: FrozenDict(x=X, y=np.tile(Y, 2)),
     "named tuple": lambda: Pair(X, np.tile(Y, 2)),
     "ordered": lambda: collections.OrderedDict(x=X, y=Y),
-    "bags": lambda: {"x": X, "ids": js.bags([[1], [], [2, 3], [4]] * 2, max_length=2)},
+    "bags": lambda: {"x": X, "ids": js.embedding.bags([[1], [], [2, 3], [4]] * 2, max_length=2)},
     "jagged": lambda: js.embedding.jagged(
         [1, 2, 3, 1, 2, 3], features=["a"], lengths=[1, 0, 2, 0] * 2, max_length=2
     ),

@@ -101,7 +101,7 @@ OF_STEPS = {
         ("sync", sgd), ("sync", "all"), ("optimizer", None), ("optimizer", optax.adam),
         ("gradients", "mean"), ("policy", "float16"), ("mesh", None), ("mesh", {"replica": 2}),
     ),
-    "a policy of no dtype": Refusal(lambda: js.Policy("float8"), "`compute`", "float8"),
+    "a policy of no dtype": Refusal(lambda: js.gradients.Policy("float8"), "`compute`", "float8"),
     "no loss": Refusal(lambda: stepped(fn=lambda params, batch: None, **whole), "`loss_fn`", None),
     "a weight in words": Refusal(lambda: stepped(weight="one", **whole), "`weight`", "one"),
     **{
@@ -267,7 +267,7 @@ OF_TABLES = {
         )
         for name, tx in {
             "optax.chain": optax.chain(mean, optax.scale(0.5)),
-            "js.accumulate": js.accumulate(mean, 2),
+            "js.gradients.accumulate": js.gradients.accumulate(mean, 2),
             "js.gradient_transform": js.gradient_transform(own_average()),
         }.items()
     },
@@ -284,7 +284,7 @@ OF_TABLES = {
 
 
 def with_tables_of(stored):
-    return step_of(1, **none).init(js.WithTables(DENSE, stored))
+    return step_of(1, **none).init(js.embedding.WithTables(DENSE, stored))
 
 
 @functools.cache
@@ -307,9 +307,10 @@ OF_LOOPS = {
         loop, ("num_steps", -1), ("num_steps", 2.5),
         ("accumulate", 0), ("accumulate", 1.5), ("partial", "drop"), ("hooks", 3),
     ),
-    "an evaluation that is none": Refusal(lambda: js.Evaluate(3, mesh=TWO), "`evaluate`", 3),
+    "an evaluation that is none": Refusal(lambda: js.train.Evaluate(3, mesh=TWO), "`evaluate`", 3),
     "a hook that reports a number": Refusal(
-        lambda: list(loop(hooks=[js.Evaluate(lambda *_: 0.5, mesh=TWO, every=1)])), "`hooks`", 0.5
+        lambda: list(loop(hooks=[js.train.Evaluate(lambda *_: 0.5, mesh=TWO, every=1)])),
+        "`hooks`", 0.5,
     ),
     **wrong(
         pipeline, ("depth", -1), ("depth", True), ("timeout", 0), ("timeout", "5"),
@@ -323,8 +324,10 @@ OF_LOOPS = {
         for name, value in (("prefetch", 2), ("accumulate", 2), ("partial", "error"))
     },
     "a function as hook": Refusal(lambda: loop(hooks=[print]), "`hooks`", "print"),
-    "a log's period": Refusal(lambda: js.Log(print, every=0), "`every`", 0),
-    "an evaluation's": Refusal(lambda: js.Evaluate(print, mesh=TWO, every="2"), "`every`", "2"),
+    "a log's period": Refusal(lambda: js.train.Log(print, every=0), "`every`", 0),
+    "an evaluation's": Refusal(
+        lambda: js.train.Evaluate(print, mesh=TWO, every="2"), "`every`", "2"
+    ),
     "no batches": Refusal(lambda: js.train_loop(small(), begin(small())), "`batches`"),
     "timeout without thread": Refusal(lambda: pipeline(timeout=1.0, depth=0), "`depth`", 0),
     "no function": Refusal(lambda: pipeline(step=3), "`step`", "int"),
@@ -372,7 +375,7 @@ OF_RATES = {
 def uneven(*shapes, **options):
     """Shares of one batch each; an empty one of the shape None."""
     shares = [[] if s is None else [np.zeros(s, np.float32)] for s in shapes]
-    return next(js.uneven_batches(shares, mesh=TWO, **options))
+    return next(js.train.uneven_batches(shares, mesh=TWO, **options))
 
 
 def placed(batch=BATCHES[0], weight=None):

@@ -65,7 +65,7 @@ def test_the_log_writes_means_of_vectors_too_and_earlier_reports(mesh_of):
         mesh=mesh_of({"replica": 4}),
     )
     written = []
-    hooks = (Note("note", [], every=2), js.Log(written.append, every=2))
+    hooks = (Note("note", [], every=2), js.train.Log(written.append, every=2))
     *_, result = js.train_loop(step, start(step), [2 * VECTORS, VECTORS], hooks=hooks)
     (record,) = written
     assert record.keys() == {"step", "loss", "batch", "note"}
@@ -85,7 +85,9 @@ def evaluated(step, batches, every, mesh, **options):
         seen.append((np.asarray(params["w"]), model_state))
         return {"eval": 1.0}
 
-    hooks = [js.Evaluate(evaluate, mesh=mesh, every=every, sync=sync) for sync in (step.sync, None)]
+    hooks = [
+        js.train.Evaluate(evaluate, mesh=mesh, every=every, sync=sync) for sync in (step.sync, None)
+    ]
     state = step.init({"w": np.ones(3, np.float32)}, **options)
     *_, result = js.train_loop(step, state, batches, hooks=hooks)
     assert result.reports == {"eval": 1.0}

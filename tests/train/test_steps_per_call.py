@@ -100,8 +100,8 @@ def test_the_log_and_the_evaluation_see_what_single_calls_show_them():
 
     def run(**options):
         written = []
-        evaluate = js.Evaluate(lambda p, s: {"w": p["w"].sum()}, mesh=step.mesh, every=3)
-        hooks = [evaluate, js.Log(written.append, every=2)]
+        evaluate = js.train.Evaluate(lambda p, s: {"w": p["w"].sum()}, mesh=step.mesh, every=3)
+        hooks = [evaluate, js.train.Log(written.append, every=2)]
         results = list(js.train_loop(step, start(step), BATCHES, hooks=hooks, **options))
         return written, {r.step: r.reports for r in results if r.reports}
 
@@ -182,7 +182,7 @@ def test_the_step_of_another_library():
 
 def weighted(step):
     shares = [list(BATCHES[:, :2]), list(BATCHES[:3, :2])]
-    return js.uneven_batches(shares, mesh=step.mesh)
+    return js.train.uneven_batches(shares, mesh=step.mesh)
 
 
 @pytest.mark.parametrize(
@@ -190,8 +190,8 @@ def weighted(step):
     [
         ("`steps_per_call` counts updates and must be an int >= 1", {"steps_per_call": 0}),
         ("`accumulate`=2 one for several", {"accumulate": 2}),
-        ("js.WeightedBatch", {"batches": weighted}),
-        ("got MeasuredStep: leave `steps_per_call` out", {"step": js.measured}),
+        ("js.train.WeightedBatch", {"batches": weighted}),
+        ("got MeasuredStep: leave `steps_per_call` out", {"step": js.reports.measured}),
         ("Give the step, its state", {"step": lambda s: js.TrainPipeline(s, start(s), BATCHES)}),
     ],
 )

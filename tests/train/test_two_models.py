@@ -66,7 +66,7 @@ CHAINS = {
 }
 CHAINS |= {
     "dynamic_loss_scale": lambda: js.dynamic_loss_scale(optax.adam(0.1), initial=2.0),
-    "skip_unused": lambda: js.skip_unused(optax.sgd(0.1, momentum=0.9), "replica"),
+    "skip_unused": lambda: js.gradients.skip_unused(optax.sgd(0.1, momentum=0.9), "replica"),
     "powersgd": lambda: js.chain(
         js.all_reduce_gradients("replica", hook=js.hooks.powersgd(1)), optax.sgd(0.1)
     ),

@@ -172,7 +172,7 @@ def train(mesh, shares, **options):
         mesh=mesh, **options,
     )
     state, weights = step.init({"w": np.ones(3, np.float32)}), []
-    for batch, weight in js.uneven_batches(shares, mesh=mesh):
+    for batch, weight in js.train.uneven_batches(shares, mesh=mesh):
         state, metrics = step(state, batch, weight)
         weights.append(metrics["weight"].addressable_data(0).tolist())
     return state.params["w"].addressable_data(0)[0].tolist(), weights
@@ -206,7 +206,7 @@ def loader():
         raise OSError(28, "No space left")
     yield np.ones((1, 2), np.float32)
 
-batches = js.uneven_batches([loader()], mesh=mesh)
+batches = js.train.uneven_batches([loader()], mesh=mesh)
 _, first = next(batches)
 add(first)
 running = threading.Thread(target=add, args=(first,))
@@ -259,7 +259,7 @@ def run(depth):
 def accumulated(depth):
     # Updates of three batches, the last of one, where replicas run out at different times.
     counts = [2, 7, 5, 6][here * 2 : here * 2 + 2]
-    joined = js.uneven_batches([list(BATCHES[:n, :2]) for n in counts], mesh=mesh)
+    joined = js.train.uneven_batches([list(BATCHES[:n, :2]) for n in counts], mesh=mesh)
     loop = js.train_loop(step, start(), joined, accumulate=3, prefetch=depth)
     return [(values(r.metrics), np.asarray(r.metrics["weight"].addressable_data(0))[0].item())
             for r in loop]

@@ -120,7 +120,7 @@ def test_points_to_measure_from_stay(optimizer):
 def test_copies_of_ones_own_move_once_they_are_told_and_so_do_those_inside():
     own = Own(PARAMS, PARAMS, contrib.mechanize(contrib.madgrad(0.1)).init(PARAMS))
     assert_moved(moved_copies(own, PARAMS, MOVED).start, PARAMS, ZEROS)
-    js.remembers_parameters(Own, moves=("start",), stays=("origin",))
+    js.spec.remembers_parameters(Own, moves=("start",), stays=("origin",))
     moved = moved_copies(own, PARAMS, MOVED)
     assert_moved(moved.start, PARAMS)
     assert_moved(moved.origin, PARAMS, ZEROS)

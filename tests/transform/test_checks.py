@@ -22,7 +22,7 @@ def doubling():
         move = lambda y, x: 2 * y - x.astype(y.dtype)  # noqa: E731
         return carry._replace(params=jax.tree.map(move, carry.params, carry.before))
 
-    algorithm = js.Algorithm((js.Event("twice", js.every(1), twice),), owner="doubling")
+    algorithm = js.Algorithm((js.spec.Event("twice", js.every(1), twice),), owner="doubling")
     return js.ParameterTransform(algorithm, "replica"), seen
 
 

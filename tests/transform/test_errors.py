@@ -48,10 +48,10 @@ ROWS = {
     "specs": exchange("`param_specs`", "str", param_specs={"w": P(), "b": "fsdp"}),
     "specs of stacked leaves": exchange("`param_specs`", "'r'", axis_name="r", param_specs=P("r")),
     "codec": exchange("`codec`", "float16", codec="float16"),
-    "event of a period": of(lambda: js.Event("x", 3, len), "`due`", 3),
-    "event without a function": of(lambda: js.Event("x", js.every(3), None), "`run`", None),
+    "event of a period": of(lambda: js.spec.Event("x", 3, len), "`due`", 3),
+    "event without a function": of(lambda: js.spec.Event("x", js.every(3), None), "`run`", None),
     "algorithm without axes": of(
-        lambda: js.ParameterTransform(js.Algorithm((js.Event("x", js.every(3), len),))),
+        lambda: js.ParameterTransform(js.Algorithm((js.spec.Event("x", js.every(3), len),))),
         "`axis_name`",
     ),
     "axes of an algorithm": of(
@@ -69,10 +69,13 @@ ROWS = {
     "gradients' arguments": of(lambda: js.spec.Reduction(takes={"x"}), "`takes`", "['x']"),
     "chain": of(lambda: js.chain(IDENTITY, 3), "`transforms`", 3),
     "chain that goes on": of(lambda: js.chain(js.sgp("replica"), IDENTITY), "chain", "sgp"),
-    "copies in a dict": of(lambda: js.remembers_parameters(dict), "`kind`", "dict"),
-    "copies of no field": of(lambda: js.remembers_parameters(Own, moves=("x",)), "Own", "('x',)"),
+    "copies in a dict": of(lambda: js.spec.remembers_parameters(dict), "`kind`", "dict"),
+    "copies of no field": of(
+        lambda: js.spec.remembers_parameters(Own, moves=("x",)), "Own", "('x',)"
+    ),
     "copies that do both": of(
-        lambda: js.remembers_parameters(Own, moves=("start",), stays=("start",)), "moves=", "stays="
+        lambda: js.spec.remembers_parameters(Own, moves=("start",), stays=("start",)),
+        "moves=", "stays=",
     ),
 }  # fmt: skip
 

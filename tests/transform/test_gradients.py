@@ -25,14 +25,14 @@ SCALE = {"weight", "finite", "unscaled"}
 ROWS, CLIPS, SKIPS, HOLDS = "of_rows", "clips", "skips", "returns_updates"
 TABLE = {
     "all_reduce_gradients": (both, TWO, REDUCES, {ROWS}),
-    "all_reduce_rows": (js.all_reduce_rows("replica"), ONE, {"weight"}, set()),
-    "rows and dense": (js.all_reduce_rows("replica", dense=both), TWO, REDUCES, set()),
+    "all_reduce_rows": (js.sparse.all_reduce_rows("replica"), ONE, {"weight"}, set()),
+    "rows and dense": (js.sparse.all_reduce_rows("replica", dense=both), TWO, REDUCES, set()),
     "clip": (clip, (), set(), {CLIPS, ROWS}),
     "sum_tied": (tied, ("stage",), set(), set()),
-    "accumulate": (js.accumulate(mean, 2), ONE, REDUCES, set()),
-    "accumulate updates": (js.accumulate(js.chain(mean, SGD), 2), ONE, REDUCES, {HOLDS}),
+    "accumulate": (js.gradients.accumulate(mean, 2), ONE, REDUCES, set()),
+    "accumulate updates": (js.gradients.accumulate(js.chain(mean, SGD), 2), ONE, REDUCES, {HOLDS}),
     "skip_unused": (
-        js.skip_unused(js.chain(mean, clip, SGD), "replica"),
+        js.gradients.skip_unused(js.chain(mean, clip, SGD), "replica"),
         ONE, REDUCES, {CLIPS, SKIPS, HOLDS},
     ),
     "loss scale": (js.dynamic_loss_scale(SGD, "replica"), (), SCALE, {SKIPS, HOLDS}),
@@ -81,9 +81,9 @@ def over_time(tx, updates):
 
 
 counting = optax.scale_by_schedule(lambda count: 1.0)
-JOINED = js.chain(inside, js.skip_unused(js.chain(mean), "replica"))
+JOINED = js.chain(inside, js.gradients.skip_unused(js.chain(mean), "replica"))
 DUE = {
-    "accumulate": (js.accumulate(both, 2), [[], [TWO], [], [TWO]]),
+    "accumulate": (js.gradients.accumulate(both, 2), [[], [TWO], [], [TWO]]),
     "joined": (JOINED, [[("device",), ONE]]),
     "one's own": (
         js.gradient_transform(counting, "replica", due=lambda state: state.count % 2 == 1),
@@ -100,7 +100,7 @@ def test_when_each_reduces(name):
 
 def test_states_of_which_nobody_knows():
     adam = optax.adam(0.1)
-    tx = js.dynamic_loss_scale(js.chain(mean, adam, js.accumulate(optax.chain(mean), 2)))
+    tx = js.dynamic_loss_scale(js.chain(mean, adam, js.gradients.accumulate(optax.chain(mean), 2)))
     first, second = tx.spec.unknown(tx.init(PARAMS))
     assert jax.tree.structure(first) == jax.tree.structure(adam.init(PARAMS))
     assert isinstance(second[0], js.gradients.AllReduceGradientsState)
@@ -126,7 +126,9 @@ def test_a_subclass_overrides_what_differs_and_wrappers_ask_it():
     spec = EverySecond(axes=ONE, takes={"weight"})
     tx = js.GradientTransform(*counting, spec)
     assert over_time(tx, 4) == [[], [ONE], [], [ONE]]
-    assert over_time(js.chain(js.accumulate(tx, 2)), 8) == [[]] * 3 + [[ONE]] + [[]] * 3 + [[ONE]]
+    assert over_time(js.chain(js.gradients.accumulate(tx, 2)), 8) == [[]] * 3 + [[ONE]] + [
+        []
+    ] * 3 + [[ONE]]
     assert js.chain(tx).spec.takes == {"weight"}
     assert dataclasses.replace(spec, axes=TWO).due(optax.ScaleByScheduleState(count=1))
 

@@ -34,7 +34,7 @@ def noting(told):
         return jnp.where(due, 10 * local + 9, local)
 
     events = tuple(
-        js.Event(str(i), due, noted(i), replaces=replaces, missed=missed)
+        js.spec.Event(str(i), due, noted(i), replaces=replaces, missed=missed)
         for i, (due, replaces) in enumerate(told, start=1)
     )
     zero = lambda params: jnp.zeros([], jnp.int32)  # noqa: E731
@@ -110,7 +110,7 @@ def test_phases_are_found_from_the_schedules_and_have_names():
     rare = [(js.every(10**9 - 1), False), (js.every(10**9), True)]
     both = noting(rare)
     assert set(both.phases()) >= {(), ("1",), ("2",)}
-    assert [js.phase_name(phase) for phase in (("average", "slow"), ())] == [
+    assert [js.spec.phase_name(phase) for phase in (("average", "slow"), ())] == [
         "average+slow",
         "local",
     ]

@@ -88,13 +88,13 @@ def check(found, of_first=range(2)):
 @pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("bucket_bytes", [None, 40])
 def test_blocks_of_the_mean(execution, bucket_bytes):
-    group = js.ReplicaGroup("replica", bucket_bytes=bucket_bytes)
+    group = js.spec.ReplicaGroup("replica", bucket_bytes=bucket_bytes)
     check(lift(trips(group), {"replica": REPLICAS}, execution, (False,))(STACKED))
 
 
 @pytest.mark.parametrize("execution", ["vmap", "shard_map_unchecked"])
 def test_devices_of_a_replica_share_the_work(execution):
-    group = js.ReplicaGroup("replica", "device")
+    group = js.spec.ReplicaGroup("replica", "device")
     axes = {"replica": REPLICAS, "device": 2}
     check(lift(trips(group), axes, execution, (False,))(STACKED))
 
@@ -111,7 +111,7 @@ def test_large_leaves_are_scattered_as_they_lie(axes, mesh_of):
         "s": (8,),
     }
     tree = {n: RNG.normal(size=(REPLICAS, *s)).astype(np.float32) for n, s in shapes.items()}
-    group = js.ReplicaGroup(names)
+    group = js.spec.ReplicaGroup(names)
 
     def one(tree):
         blocks = group.reduce_scatter(jax.tree.map(lambda x: x[0], tree))
@@ -140,7 +140,7 @@ def test_means_of_large_leaves_are_those_of_packed_ones(monkeypatch, execution, 
     rng = np.random.default_rng(1)
     tree = [rng.normal(size=(REPLICAS, *s)).astype(np.float32) for s in shapes]
     tree.append(rng.normal(size=(REPLICAS, 129)).astype(jnp.bfloat16))
-    group = js.ReplicaGroup("replica", codec=codec)
+    group = js.spec.ReplicaGroup("replica", codec=codec)
     weights = [np.full(REPLICAS, w, np.float32) for w in (1, 0)]
     weights.append(np.array([2, 0, 1, 0.5], np.float32))
 
@@ -166,7 +166,9 @@ def test_what_large_leaves_are_sent_in(mesh_of):
     def one(due, tree):
         def mean(tree):
             own = jax.tree.map(lambda x: x[0], tree)
-            return jax.tree.map(lambda x: x[None], js.ReplicaGroup("replica").mean(own, role="a"))
+            return jax.tree.map(
+                lambda x: x[None], js.spec.ReplicaGroup("replica").mean(own, role="a")
+            )
 
         return jax.lax.cond(due, mean, lambda tree: tree, tree)
 
@@ -213,7 +215,7 @@ def test_leaves_that_are_sharded_inside_a_replica_keep_their_layout(explicit, me
             jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"replica"})
         )(placed)
 
-    ways = found(js.ReplicaGroup("replica", param_specs=specs))
+    ways = found(js.spec.ReplicaGroup("replica", param_specs=specs))
     assert ways["blocks"]["across"].shape == (REPLICAS, 2, 6)
     assert ways["blocks"]["along"].shape == (REPLICAS, 2, 3)
     for name, x in values.items():
@@ -223,14 +225,14 @@ def test_leaves_that_are_sharded_inside_a_replica_keep_their_layout(explicit, me
             assert ways[kind][name].sharding.is_equivalent_to(lies[name], 3)
     blocks, mean = (np.asarray(ways[kind]["across"]) for kind in ("blocks", "mean"))
     np.testing.assert_allclose(blocks.reshape(8, 6), mean[0], atol=1e-6)
-    unknown = found(js.ReplicaGroup("replica"))
+    unknown = found(js.spec.ReplicaGroup("replica"))
     assert unknown["blocks"]["across"].shape == (REPLICAS, 2 if explicit else 8, 6)
     for kind in ("mean", "back"):
         np.testing.assert_allclose(unknown[kind]["across"], ways[kind]["across"], atol=1e-6)
 
 
 def test_in_a_codec_what_is_lost_is_what_was_not_sent():
-    group = js.ReplicaGroup("replica", codec=js.codecs.int8())
+    group = js.spec.ReplicaGroup("replica", codec=js.codecs.int8())
     program = lift(group.reduce_scatter_in_codec, {"replica": REPLICAS}, "vmap", (False,))
     blocks, lost = program(STACKED)
     for name in ("cut", "last"):
@@ -244,13 +246,13 @@ def test_in_a_codec_what_is_lost_is_what_was_not_sent():
 
 
 def test_a_dimension_of_layers_is_never_cut():
-    group = js.ReplicaGroup("replica", without=(lambda name: name == "cut", 0))
+    group = js.spec.ReplicaGroup("replica", without=(lambda name: name == "cut", 0))
     found = lift(lambda tree: group.block(tree), {"replica": REPLICAS}, "vmap", (False,))(STACKED)
     assert {name: x.shape[1:] for name, x in found.items()} == BLOCKS | {"cut": (8, 3)}
 
 
 def test_replicas_agree_where_all_do():
-    group = js.ReplicaGroup("replica")
+    group = js.spec.ReplicaGroup("replica")
     agree = jax.vmap(group.agree, axis_name="replica")
     assert agree(jnp.array([True, True])).tolist() == [True, True]
     assert agree(jnp.array([True, False])).tolist() == [False, False]
@@ -258,7 +260,7 @@ def test_replicas_agree_where_all_do():
 
 def test_sums_and_messages_of_trees():
     """A replica that none sends to receives zeros."""
-    group = js.ReplicaGroup("replica", bucket_bytes=8)
+    group = js.spec.ReplicaGroup("replica", bucket_bytes=8)
     tree = {"a": np.arange(12.0, dtype=np.float32).reshape(3, 4), "b": np.ones((3, 2), "bfloat16")}
     over = lambda fn: jax.vmap(fn, axis_name="replica")(tree)  # noqa: E731
     for name, x in over(group.sum).items():
@@ -271,7 +273,7 @@ def test_sums_and_messages_of_trees():
 
 
 def test_other_settings_of_a_group():
-    group = js.ReplicaGroup(("a", "b"), "device", codec=js.codecs.int8())
+    group = js.spec.ReplicaGroup(("a", "b"), "device", codec=js.codecs.int8())
     assert group.placed(None, P("x")).placed(None, P("y")).param_specs == P("x")
     other = group.over("a", codec=None)
     assert (other.axes, other.bound_axes, other.codec) == (("a",), ("a", "device"), None)

@@ -139,14 +139,14 @@ MISUSES: dict[str, Misuse] = {
     "all_reduce, hook": lambda: js.all_reduce_gradients("replica", hook="int8"),
     "all_reduce, divide_by": lambda: js.all_reduce_gradients("replica", divide_by="all"),
     "all_reduce, max_buckets": lambda: js.all_reduce_gradients("replica", max_buckets=0),
-    "all_reduce_rows, output": lambda: js.all_reduce_rows("replica", output="all"),
+    "all_reduce_rows, output": lambda: js.sparse.all_reduce_rows("replica", output="all"),
     "clip, norm": lambda: js.clip_by_global_norm(0.0),
-    "accumulate, every": lambda: js.accumulate(optax.sgd(0.1), every=0),
-    "accumulate, parameter transform": lambda: js.accumulate(_local(), every=2),
+    "accumulate, every": lambda: js.gradients.accumulate(optax.sgd(0.1), every=0),
+    "accumulate, parameter transform": lambda: js.gradients.accumulate(_local(), every=2),
     "loss scale, initial": lambda: js.dynamic_loss_scale(optax.sgd(0.1), initial=0.0),
     "loss scale, growth": lambda: js.dynamic_loss_scale(optax.sgd(0.1), growth=0.5),
     "loss scale, parameter transform": lambda: js.dynamic_loss_scale(_local()),
-    "policy, dtype": lambda: js.Policy("int8"),
+    "policy, dtype": lambda: js.gradients.Policy("int8"),
     "chain, no transform": lambda: js.chain(1, _local()),
     # Arguments of a step, and combinations.
     "step, nothing exchanged": lambda: _used(),
@@ -156,7 +156,7 @@ MISUSES: dict[str, Misuse] = {
     "step, sync of another axis": lambda: _made(sync=js.local_sgd("device", sync_every=2)),
     "step, line search over averaged gradients": lambda: _used(_line_search(), gradients=_mean()),
     "step, two loss scales": lambda: _used(
-        js.dynamic_loss_scale(_scaled()), gradients=_mean(), policy=js.Policy("float16")
+        js.dynamic_loss_scale(_scaled()), gradients=_mean(), policy=js.gradients.Policy("float16")
     ),
     "step, loss scale in apply_if_finite": lambda: _used(
         optax.apply_if_finite(_scaled(), 3), gradients=_mean()
@@ -165,7 +165,7 @@ MISUSES: dict[str, Misuse] = {
         optax.MultiSteps(_scaled(), 2).gradient_transformation(), gradients=_mean()
     ),
     "step, policy of a missing leaf": lambda: _used(
-        gradients=_mean(), policy=js.Policy("bfloat16", keep=("norm",))
+        gradients=_mean(), policy=js.gradients.Policy("bfloat16", keep=("norm",))
     ),
     "step, rate of the optimizer": lambda: _used(
         sync=js.slowmo("replica", base=_local(), sync_every=4, learning_rate="optimizer"), updates=4

@@ -78,7 +78,7 @@ GRADIENTS: dict[str, Callable[[Any], Any]] = {
     "buckets": lambda axes: _reduced(axes, bucket_bytes=16),
     "int8": lambda axes: _reduced(axes, hook=js.hooks.int8(block_size=4)),
     "top_k": lambda axes: _reduced(axes, hook=js.hooks.top_k(0.3)),
-    "rows": lambda axes: js.all_reduce_rows(axes, tables=["in/w"], dense=_reduced(axes)),
+    "rows": lambda axes: js.sparse.all_reduce_rows(axes, tables=["in/w"], dense=_reduced(axes)),
 }
 
 

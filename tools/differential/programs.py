@@ -136,7 +136,7 @@ def steps() -> Scenarios:
         return js.clip_by_global_norm(1.0)
 
     def half() -> dict[str, Any]:
-        return {"policy": js.Policy("float16")}
+        return {"policy": js.gradients.Policy("float16")}
 
     made: Scenarios = {
         "mean, clip": _step(clipped_mean),
@@ -149,7 +149,7 @@ def steps() -> Scenarios:
         ),
         "skip_unused around the optimizer": _step(
             lambda: {"gradients": optax.identity()},
-            optimizer=lambda: js.skip_unused(
+            optimizer=lambda: js.gradients.skip_unused(
                 joined(js.all_reduce_gradients("replica"), optax.sgd(0.1)), "replica"
             ),
         ),

@@ -59,7 +59,7 @@ def make_step(options: Options, spelling: str = "parts by name", **changed: Any)
         "accumulate": options["accumulate"],
     }
     if options["policy"]:
-        arguments["policy"] = js.Policy(options["policy"])
+        arguments["policy"] = js.gradients.Policy(options["policy"])
     if options["model_state"]:
         arguments["model_state"] = options["model_state"]
     if has_tables:
@@ -177,9 +177,9 @@ def _chain(options: Options, spelling: str) -> Any:
     chain = js.chain if spelling == "js.chain" else optax.chain
     inner = [*gradients_of(options), optimizer]
     if options["around"] == "skip_unused":
-        inner = [js.skip_unused(chain(*inner), "replica")]
+        inner = [js.gradients.skip_unused(chain(*inner), "replica")]
     elif options["around"] == "accumulate":
-        inner = [js.accumulate(chain(*inner), every=2)]
+        inner = [js.gradients.accumulate(chain(*inner), every=2)]
     return chain(*inner, *([] if sync is None else [sync]))
 
 

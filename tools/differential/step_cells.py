@@ -139,7 +139,7 @@ def _step(mode: str, algorithm: str, use: dict[str, Any]) -> tuple[Any, Callable
     elif inner == "fsdp":
         params["in"]["w"] = jax.device_put(params["in"]["w"], NamedSharding(mesh, P("fsdp")))
     if "policy" in use:
-        options["policy"] = js.Policy(use["policy"])
+        options["policy"] = js.gradients.Policy(use["policy"])
     if use.get("policy") == "float16":
         optimizer = js.dynamic_loss_scale(optimizer, initial=2.0**8, growth_interval=2)
     sync, reduced = ALGORITHMS[algorithm](), (*axes, inner) if inner == "device" else axes
@@ -279,7 +279,7 @@ def _run(cell: Cell, step: Any, states: list[Any], use: dict[str, Any]) -> None:
     programs: dict[str, list[str]] = {}
 
     def look(state: Any, compiled: Callable[[], Any]) -> None:
-        phase = js.phase_name(step.next_phase(state)) if step.mode == "host" else "one program"
+        phase = js.spec.phase_name(step.next_phase(state)) if step.mode == "host" else "one program"
         if phase not in programs:
             mesh = {} if not isinstance(step.mesh, jax.sharding.Mesh) else {"mesh": step.mesh}
             programs[phase] = _rows(compiled(), **mesh)

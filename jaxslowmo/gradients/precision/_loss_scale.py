@@ -128,7 +128,7 @@ def dynamic_loss_scale(
     that. The wrapper divides the gradients by the scale, and lowers the scale when they overflow:
 
         optimizer = js.dynamic_loss_scale(optax.adamw(1e-3))
-        step = js.make_train_step(loss_fn, optimizer, policy=js.Policy("float16"), ...)
+        step = js.make_train_step(loss_fn, optimizer, policy=js.gradients.Policy("float16"), ...)
 
     `js.make_train_step` multiplies the loss; your own loop does it with `js.loss_scale_of`. A
     skipped update is zeros, and does not change the state of `optimizer`. More, and what may be

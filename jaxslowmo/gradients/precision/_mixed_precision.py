@@ -23,9 +23,9 @@ COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 class Policy:
     """The dtype in which a loss function computes, whatever dtypes parameters and batch have.
 
-    `js.make_train_step(policy=js.Policy("bfloat16"))` gives the loss function parameters and batch
-    in bfloat16. Parameters stay as they are: gradients arrive in their dtypes, and the optimizer
-    works on float32 master weights. Results are at least float32. With `"float16"` put
+    `js.make_train_step(policy=js.gradients.Policy("bfloat16"))` gives the loss function parameters
+    and batch in bfloat16. Parameters stay as they are: gradients arrive in their dtypes, and the
+    optimizer works on float32 master weights. Results are at least float32. With `"float16"` put
     `js.dynamic_loss_scale` around `optimizer`: without it a step issues a `UserWarning` once.
 
     Attributes:
@@ -166,8 +166,8 @@ def scale_metrics(before: PyTree, after: PyTree) -> dict[str, jax.Array]:
 def did_skip(before: PyTree, after: PyTree) -> jax.Array | None:
     """Return whether an update was skipped, () bool; None without a loss scale.
 
-    `skipped_last` would be wrong where `js.accumulate` wraps the loss scale: it does not change in
-    updates that only add up.
+    `skipped_last` would be wrong where `js.gradients.accumulate` wraps the loss scale: it does not
+    change in updates that only add up.
 
     Args:
       before: state of the optimizer before the update.

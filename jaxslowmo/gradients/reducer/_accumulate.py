@@ -47,7 +47,8 @@ def accumulate(
     This is torch's `no_sync`, for loops of your own. Wrap the chain that reduces gradients and
     updates parameters:
 
-        js.accumulate(js.chain(js.all_reduce_gradients("replica"), optax.adamw(1e-3)), every=4)
+        tx = js.chain(js.all_reduce_gradients("replica"), optax.adamw(1e-3))
+        tx = js.gradients.accumulate(tx, every=4)
 
     A step of `js.make_train_step` refuses it, since it adds up gradients itself: `accumulate=` of
     the step or of `js.train_loop`, or `step.collect`. `optax.MultiSteps` (0.2.8) runs what is

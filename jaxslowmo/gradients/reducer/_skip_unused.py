@@ -47,7 +47,7 @@ def skip_unused(
     that some replicas used is updated on all, from the mean in which the others count as zeros.
     Wrap the reduction and the optimizer together, so that it sees each replica's own gradients:
 
-        tx = js.skip_unused(
+        tx = js.gradients.skip_unused(
             js.chain(js.all_reduce_gradients("replica"), optax.adamw(1e-3)), "replica"
         )
 
@@ -64,7 +64,7 @@ def skip_unused(
         `zero_grad(set_to_none=False)`.
 
     Returns:
-      A transform with state `SkipUnusedState`; `js.unused_names` reads it. Its
+      A transform with state `SkipUnusedState`; `js.gradients.unused_names` reads it. Its
       `update(grads, state, params, used=None, **extra)` takes `used`, which parameters this replica
       used: bools, () each, in a tree like the parameters or a prefix of it. None: those whose
       gradient is not identically zero (a NaN is a use), none with `weight=0`.
@@ -83,7 +83,7 @@ def skip_unused(
     if isinstance(inner, ParameterTransform):
         raise ValueError(
             f"{_OWNER}: `inner` must be an optimizer; put the parameter transform after it: "
-            "js.chain(js.skip_unused(optimizer, axis_name), transform)."
+            "js.chain(js.gradients.skip_unused(optimizer, axis_name), transform)."
         )
     inner = checked_optax(_OWNER, "inner", inner)
 
@@ -150,7 +150,8 @@ def unused_names(state: PyTree, params: PyTree, *, ever: bool = False) -> list[s
     states = parts_of(state, SkipUnusedState)
     if len(states) != 1:
         raise ValueError(
-            f"`state` must hold one SkipUnusedState, of js.skip_unused, got {len(states)}."
+            "`state` must hold one SkipUnusedState, of js.gradients.skip_unused, got "
+            f"{len(states)}."
         )
     used_by, times_used = (_first_replica(x) for x in states[0][:2])
     counts = times_used - (used_by < 0) if ever else used_by

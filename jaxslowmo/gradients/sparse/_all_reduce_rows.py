@@ -187,8 +187,9 @@ def mean_rows(
     Args:
       rows: this device's rows, by table.
       axes: mapped axes; without any the result is `rows`.
-      weight: () float32, this replica's share, see `js.all_reduce_rows`; None: all are equal.
-      divide_by: divisor where some replicas have weight 0, see `js.all_reduce_rows`.
+      weight: () float32, this replica's share, see `js.sparse.all_reduce_rows`; None: all are
+        equal.
+      divide_by: divisor where some replicas have weight 0, see `js.sparse.all_reduce_rows`.
 
     Communication: per table one all-gather of the row numbers and one of the rows over `axes`.
     """
@@ -237,7 +238,7 @@ class TableReduction:
         Raises:
           ValueError: a gradient that is malformed, or does not vary over the axis, with its `name`.
 
-        Communication: as `js.all_reduce_rows` states.
+        Communication: as `js.sparse.all_reduce_rows` states.
         """
         if isinstance(gradient, RowGradient):
             check_row_gradient(OWNER, repr(name), gradient)

@@ -145,7 +145,7 @@ def row_value_and_grad(
 
     Returns:
       A function `(params, *args, **kwargs) -> (value, grads)`; `grads` is like `params`, with a
-      `RowGradient` for each table; reduce them with `js.all_reduce_rows`.
+      `RowGradient` for each table; reduce them with `js.sparse.all_reduce_rows`.
 
     Raises:
       ValueError: capacity < 1; when called, names that are no leaves of `params`.

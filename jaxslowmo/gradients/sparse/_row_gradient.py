@@ -40,10 +40,11 @@ class RowGradient(SomeRows):
 
     The gradient is the sum of its entries: a row may occur several times, in any order. Entries
     with `rows == num_rows` are padding and add nothing, nor does any other row outside of the
-    table (`js.all_reduce_rows` reports the number of these).
+    table (`js.sparse.all_reduce_rows` reports the number of these).
 
     Element-wise transforms, optax's optimizers among them, would treat the row numbers as gradients
-    too. They come after `js.all_reduce_rows`, which returns ordinary arrays, or after `to_dense`.
+    too. They come after `js.sparse.all_reduce_rows`, which returns ordinary arrays, or after
+    `to_dense`.
 
     Attributes:
       rows: (k,) row numbers, of any integer type; int32 from functions of jaxslowmo.
@@ -166,8 +167,8 @@ def apply_rows(table: jax.Array, gradient: RowGradient, *, learning_rate: Any) -
 
     Args:
       table: (num_rows, *s).
-      gradient: gradient of this table, such as `js.all_reduce_rows(..., output="rows")` returns.
-        Rows outside of the table are left out.
+      gradient: gradient of this table, such as `js.sparse.all_reduce_rows(..., output="rows")`
+        returns. Rows outside of the table are left out.
       learning_rate: float or () array.
 
     Returns:

@@ -41,7 +41,7 @@ class GPTConfig:
       vocab_size: number of symbols; the default 256 is one symbol per byte value.
       dtype: dtype of activations and matrix products: "float32", "bfloat16" or "float16", which
         needs `js.dynamic_loss_scale` to train. Parameters, softmax, layer-norm statistics and the
-        loss are always float32. A `js.Policy` of the step does not change it.
+        loss are always float32. A `js.gradients.Policy` of the step does not change it.
       qkv_by_head: whether the columns of `qkv` are ordered by head, each with its query, key and
         value, so that devices which split them hold whole heads, as in Megatron. Otherwise all
         queries come first, then all keys, then all values.

@@ -24,8 +24,8 @@ def measured(step: Callable[..., Any], *, rate: int = 100) -> "MeasuredStep":
     this overlapped. The call waits for the steps before it and for its own end. Other calls cost
     nothing.
 
-    Parameters may be exchanged rarely. Of the steps that exchange them (by `js.phase_name`), the
-    first ten and every `rate`-th among them are measured too.
+    Parameters may be exchanged rarely. Of the steps that exchange them (by `js.spec.phase_name`),
+    the first ten and every `rate`-th among them are measured too.
 
     Args:
       step: a step of `js.make_train_step`, or any function made by `jax.jit` that takes arrays.
@@ -38,7 +38,7 @@ def measured(step: Callable[..., Any], *, rate: int = 100) -> "MeasuredStep":
       ValueError: `rate` < 1, or a step of another kind.
 
     Example:
-      step = js.measured(step, rate=100)
+      step = js.reports.measured(step, rate=100)
       for result in js.train_loop(step, state, batches): ...
       print(step.report())
 
@@ -50,7 +50,7 @@ def measured(step: Callable[..., Any], *, rate: int = 100) -> "MeasuredStep":
 
 
 class MeasuredStep:
-    """A step of which some calls are measured; made by `js.measured`.
+    """A step of which some calls are measured; made by `js.reports.measured`.
 
     It has the attributes of the step that it measures. Each process measures its own devices.
     """
@@ -103,7 +103,7 @@ class MeasuredStep:
             self._num_devices = len({op.device for op in ops})
         else:
             self._missed.append(number)
-            self._warn(f"js.measured: {why}, so it is not measured.")
+            self._warn(f"js.reports.measured: {why}, so it is not measured.")
         return result
 
     def report(self) -> StepReport:

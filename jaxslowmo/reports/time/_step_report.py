@@ -13,7 +13,7 @@ from ._times import StepTimes
 
 @dataclass(frozen=True)
 class KindOfStep:
-    """The times of one kind of step, such as "local" or "average", as `js.phase_name` calls it.
+    """The times of a kind of step, such as "local" or "average", named by `js.spec.phase_name`.
 
     Attributes:
       steps: number of steps of this kind so far, measured or not.

@@ -81,9 +81,9 @@ class ScanBatches(SharedIterator):
                 return None
             if item.weight is not None:
                 raise ValueError(
-                    "`steps_per_call`: a js.WeightedBatch, as of js.uneven_batches, has weights of "
-                    "its own, and the updates of a call have one weight for all: leave "
-                    "`steps_per_call` out, or pass equal batches."
+                    "`steps_per_call`: a js.train.WeightedBatch, as of js.train.uneven_batches, "
+                    "has weights of its own, and the updates of a call have one weight for all: "
+                    "leave `steps_per_call` out, or pass equal batches."
                 )
             leaves, structure = jax.tree.flatten(item.batch)
             if not all(isinstance(x, jax.Array) for x in leaves):

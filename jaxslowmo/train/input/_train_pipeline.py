@@ -33,8 +33,8 @@ class StepResult:
       state: state after the step. The next step donates its buffers, so read it before that.
       metrics: arrays on the devices, stacked per replica; reading them waits for the step. With
         `steps_per_call` of `js.train_loop` those of all its updates, along a first dimension.
-      phase: what the step exchanged, `()` for a local step; see `js.phase_name`. Of several updates
-        it is the last one's.
+      phase: what the step exchanged, `()` for a local step; see `js.spec.phase_name`. Of several
+        updates it is the last one's.
       reports: what the hooks returned, merged in their order.
       position: what `get_state()` of the batches returned right after the batch of this step; None
         if they have no `get_state`. It does not include batches that were loaded ahead, or those

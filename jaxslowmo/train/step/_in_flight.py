@@ -80,8 +80,8 @@ def bounded(step: Callable[..., Any]) -> "BoundedStep":
 
     Returns:
       A function with the arguments and attributes of `step` (`lower`, `trace`, ...), so
-      `js.comm_report` and `js.measured` take it. Inside of a trace it only calls `step`. So it
-      does on TPU and GPU if the results hold no state of a transform of this library.
+      `js.comm_report` and `js.reports.measured` take it. Inside of a trace it only calls `step`. So
+      it does on TPU and GPU if the results hold no state of a transform of this library.
 
     Raises:
       ValueError: `step` cannot be called; by a call, counters that differ between replicas.

@@ -126,7 +126,7 @@ def make_train_step(
         )
     if policy is not None and not isinstance(policy, Policy):
         raise ValueError(
-            f'`policy` must be a js.Policy such as js.Policy("bfloat16"), got {policy!r}.'
+            f'`policy` must be a js.gradients.Policy, such as Policy("bfloat16"), got {policy!r}.'
         )
     options = ()
     if compiler_options is not None:

@@ -52,9 +52,9 @@ def check_state(
     computes = None if parts.policy is None else parts.policy.compute
     if computes == "float16" and loss_scale_of(state.opt_state) is None:
         warn(
-            '`policy` is js.Policy("float16"), and `optimizer` has no loss scale, so that '
+            '`policy` is Policy("float16"), and `optimizer` has no loss scale, so that '
             "gradients below 6e-8 become 0: put js.dynamic_loss_scale(...) around `optimizer`, "
-            'or use js.Policy("bfloat16"). If the loss function scales its loss by itself, '
+            'or use Policy("bfloat16"). If the loss function scales its loss by itself, '
             "nothing is wrong."
         )
     if sync is not None and is_first:

@@ -51,8 +51,9 @@ class TrainStep:
     ) -> TrainState:
         """Make a state: all replicas start from one copy of the parameters.
 
-        For dense `params` new tables are drawn by `seed`; `js.WithTables(dense, stored)` brings
-        its own. On all processes `ValueError` names settings of the step in which they differ.
+        For dense `params` new tables are drawn by `seed`; `js.embedding.WithTables(dense, stored)`
+        brings its own. On all processes `ValueError` names settings of the step in which they
+        differ.
         """
         placement: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
         compare_settings({"seed": seed, **self._settings})
@@ -148,9 +149,9 @@ class TrainStep:
             process hold what `host_batch` says; an array over all processes is the whole batch.
           weight: (replicas,) each replica's weight in averages, >= 0, such as its number of
             samples; 0 for one that has run out and follows the others, whatever its batch holds.
-            None: all equal. See `js.uneven_batches`. With `host_batch="local"` in several processes
-            it has one number for each replica of which this process has devices; processes that
-            share a replica pass the same number.
+            None: all equal. See `js.train.uneven_batches`. With `host_batch="local"` in several
+            processes it has one number for each replica of which this process has devices;
+            processes that share a replica pass the same number.
           window: gradients of batches from `collect`: the update uses their mean with this batch.
             With weights, a replica's mean is weighted with those of its batches, and its weight in
             averages over replicas is their sum.
@@ -358,7 +359,7 @@ class TrainStep:
         return AheadStep(self._runner, mode, num_exact, room)
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
-        """Return `js.ready_order` of one device's computation; nothing runs.
+        """Return `js.gradients.ready_order` of one device's computation; nothing runs.
 
         It is None for a loss function that uses a mapped axis, or is computed outside of programs.
         """

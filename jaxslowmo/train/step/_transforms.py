@@ -158,12 +158,12 @@ def check_transforms(
         traced to find collectives.
 
     Raises:
-      ValueError: a js.accumulate; an undeclared collective over replicas; a parameter transform in
-        `gradients`, or in `optimizer` if host-scheduled or if model state follows it; a loss scale
-        in `gradients`, several in `optimizer`, or one in a wrong place; replicas that would train
-        independently without `sync="none"`; an order of gradients that no transform would receive;
-        with tables, an `optimizer` that does what rows need, too; an exchange in updates that each
-        replica takes or drops by itself.
+      ValueError: a js.gradients.accumulate; an undeclared collective over replicas; a parameter
+        transform in `gradients`, or in `optimizer` if host-scheduled or if model state follows it;
+        a loss scale in `gradients`, several in `optimizer`, or one in a wrong place; replicas that
+        would train independently without `sync="none"`; an order of gradients that no transform
+        would receive; with tables, an `optimizer` that does what rows need, too; an exchange in
+        updates that each replica takes or drops by itself.
 
     Communication: none.
     """
@@ -177,8 +177,8 @@ def check_transforms(
     for name, (_, tx_state) in members.items():
         if parts_of(tx_state, AccumulateState):
             raise ValueError(
-                f"`{name}` must not hold a js.accumulate, which is for loops of your own: a step "
-                "adds up gradients itself. Pass what it wraps, and accumulate=k to "
+                f"`{name}` must not hold a js.gradients.accumulate, which is for loops of your "
+                "own: a step adds up gradients itself. Pass what it wraps, and accumulate=k to "
                 "js.make_train_step (parts of a batch) or js.train_loop (several batches), or call "
                 "step.collect."
             )

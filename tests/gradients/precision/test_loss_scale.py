@@ -125,7 +125,7 @@ TOGETHER = {
     "reduced": scaled(reduce()),
     "reduced with a memory": scaled(reduce(js.hooks.top_k(1.0))),
     # A collective in a conditional on a counter: alone in a skipped call a replica would miss it.
-    "collected": scaled(js.accumulate(reduce(), 2)),
+    "collected": scaled(js.gradients.accumulate(reduce(), 2)),
 }
 
 
@@ -142,7 +142,7 @@ def test_replicas_that_exchange_gradients_or_have_an_axis_skip_together(name, ex
 
 
 def test_a_window_around_it_is_skipped_as_a_whole():
-    tx = js.accumulate(scaled(optax.sgd(1.0)), 2)
+    tx = js.gradients.accumulate(scaled(optax.sgd(1.0)), 2)
     results = updates_of(tx, [like_params(x) for x in (1.0, jnp.inf, 2.0, 4.0)])
     assert_equal(results[1][0], like_params(0.0))
     assert_equal(results[3][0], like_params(-3.0))
@@ -163,8 +163,8 @@ AROUND = {
     "optax.chain": optax.chain(optax.identity(), SCALED),
     "optax.named_chain": optax.named_chain(("scaled", SCALED)),
     "js.chain": js.chain(SCALED, js.local_sgd("replica")),
-    "js.accumulate": js.accumulate(SCALED, 2),
-    "js.skip_unused": js.skip_unused(SCALED, "replica"),
+    "js.gradients.accumulate": js.gradients.accumulate(SCALED, 2),
+    "js.gradients.skip_unused": js.gradients.skip_unused(SCALED, "replica"),
     "inject_hyperparams": optax.inject_hyperparams(lambda rate: scaled(optax.sgd(rate)))(0.1),
 }
 

@@ -37,7 +37,7 @@ def dtypes(tree):
     ],
 )
 def test_all_real_floating_leaves_are_cast_but_those_that_are_kept(keep, kept):
-    cast = js.Policy("float16", keep=keep).cast(TREE)
+    cast = js.gradients.Policy("float16", keep=keep).cast(TREE)
     assert jax.tree.structure(cast) == jax.tree.structure(TREE)
     both = zip(*(jax.tree.leaves(tree["decoder"]) for tree in (cast, TREE)), strict=True)
     found = [(x is y, x.dtype == jnp.float16) for x, y in both]
@@ -47,9 +47,11 @@ def test_all_real_floating_leaves_are_cast_but_those_that_are_kept(keep, kept):
 
 
 def test_dtypes_as_jax_names_them():
-    assert js.Policy(jnp.bfloat16) == js.Policy("bfloat16")
-    assert hash(js.Policy(np.float16, keep=["a"])) == hash(js.Policy("float16", keep=("a",)))
-    assert js.Policy() == js.Policy("float32")
+    assert js.gradients.Policy(jnp.bfloat16) == js.gradients.Policy("bfloat16")
+    assert hash(js.gradients.Policy(np.float16, keep=["a"])) == hash(
+        js.gradients.Policy("float16", keep=("a",))
+    )
+    assert js.gradients.Policy() == js.gradients.Policy("float32")
 
 
 def test_a_loss_computes_in_it_and_returns_float32():
@@ -61,7 +63,7 @@ def test_a_loss_computes_in_it_and_returns_float32():
         metrics = {"value": value, "count": batch["n"].sum()}
         return value, (metrics, {"mean": value, "steps": model_state["steps"] + 1})
 
-    cast = apply_policy(js.Policy("bfloat16", keep="n*"), loss)
+    cast = apply_policy(js.gradients.Policy("bfloat16", keep="n*"), loss)
     x, steps = jnp.float32([1.001, 2.0]), {"mean": jnp.float32(0.5), "steps": jnp.int32(3)}
     batch = {"x": x, "n": jnp.float32([1, 2])}
 

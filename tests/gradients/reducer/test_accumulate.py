@@ -15,7 +15,7 @@ from support.executions import lift
 REPLICAS = 4
 CHAIN = optax.chain(js.all_reduce_gradients("replica"), optax.sgd(1.0))
 OF_ACTIVE = optax.chain(js.all_reduce_gradients("replica", divide_by="active"), optax.sgd(1.0))
-WEIGHTED = js.accumulate(OF_ACTIVE, every=3)
+WEIGHTED = js.gradients.accumulate(OF_ACTIVE, every=3)
 
 
 @functools.cache
@@ -56,13 +56,13 @@ def test_weights_of_calls(flat):
 
 def test_half_precision_is_summed_in_float32():
     ones = np.full((400, REPLICAS, 1), 1.0, jnp.bfloat16)  # a bfloat16 sum would stop at 256
-    updates = calls(js.accumulate(CHAIN, every=400, average=False), ones)
+    updates = calls(js.gradients.accumulate(CHAIN, every=400, average=False), ones)
     assert updates.dtype == jnp.bfloat16
     np.testing.assert_array_equal(updates[-1].astype(np.float32), -400)
 
 
 def test_only_calls_that_update_communicate():
-    tx = js.accumulate(CHAIN, every=2)
+    tx = js.gradients.accumulate(CHAIN, every=2)
 
     def program(step):
         one = lambda x: tx.update(x, tx.init(x), x, step=step)[0]  # noqa: E731
@@ -80,6 +80,6 @@ def test_the_inner_chain_is_traced_once():
         return updates, state
 
     inner = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    tx = js.accumulate(inner, every=2)
+    tx = js.gradients.accumulate(inner, every=2)
     jax.make_jaxpr(lambda g: tx.update(g, tx.init(g), g))(jnp.ones(3))
     assert len(traced) == 1

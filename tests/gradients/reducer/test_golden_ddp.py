@@ -95,7 +95,7 @@ def test_local_sgd_leaves_alone_what_nobody_used():
         g[~used[:, :, i]] = 0
     everyone = ("node", "device")
     tx = optax.chain(
-        js.skip_unused(sgd(case.meta), everyone),
+        js.gradients.skip_unused(sgd(case.meta), everyone),
         js.local_sgd(everyone, sync_every=js.every(case.meta["period"], offset=1)),
     )
     axes = {"node": 2, "device": 2}
@@ -140,7 +140,7 @@ def test_gradients_of_several_calls_are_reduced_once(name, execution):
     boundary = np.stack([np.array(meta["step_after"])] * case.world)
     chain = optax.chain(js.all_reduce_gradients("replica"), sgd(meta))
     ours = replay(
-        js.accumulate(chain, every=99, average=False),
+        js.gradients.accumulate(chain, every=99, average=False),
         case.stacked_init(),
         grads,
         axes={"replica": case.world},

@@ -44,17 +44,17 @@ TRANSFORMS = {
     "all_reduce_gradients": reduce(),
     **{f"all_reduce_gradients {name}": reduce(hook) for name, hook in HOOKS.items()},
     "demo": js.demo("replica", top_k=2, chunk=4),
-    "accumulate int8": js.accumulate(js.chain(reduce(js.hooks.int8()), INNER), every=2),
-    "accumulate alone": js.accumulate(INNER, every=2),
-    "all_reduce_rows beside": js.all_reduce_rows(
+    "accumulate int8": js.gradients.accumulate(js.chain(reduce(js.hooks.int8()), INNER), every=2),
+    "accumulate alone": js.gradients.accumulate(INNER, every=2),
+    "all_reduce_rows beside": js.sparse.all_reduce_rows(
         "replica", tables=("m",), dense=reduce(js.hooks.int8()), capacity=1
     ),
-    "all_reduce_rows as rows": js.all_reduce_rows("replica", tables=("m",), output="rows"),
+    "all_reduce_rows as rows": js.sparse.all_reduce_rows("replica", tables=("m",), output="rows"),
     # It counts over all axes that gradients differ over.
-    "skip_unused": js.skip_unused(
+    "skip_unused": js.gradients.skip_unused(
         optax.chain(reduce(js.hooks.int8()), INNER), ("replica", "model")
     ),
-    "skip_unused alone": js.skip_unused(INNER, "replica"),
+    "skip_unused alone": js.gradients.skip_unused(INNER, "replica"),
     "slow_momentum": js.slow_momentum(),
     "gradient_transform": js.gradient_transform(optax.chain(reduce(), INNER)),
     "clip_by_global_norm": js.clip_by_global_norm(1.0, "model", param_specs=P()),
@@ -181,9 +181,11 @@ EQUAL = {
         for name in ("mean", "stateless", "bf16_compress", "fp16_compress")
     },
     "clipped": js.chain(reduce(), js.clip_by_global_norm(1.0), optax.adam(0.1)),
-    "skipping": js.skip_unused(js.chain(reduce(), optax.adam(0.1)), "replica"),
+    "skipping": js.gradients.skip_unused(js.chain(reduce(), optax.adam(0.1)), "replica"),
     "scaled": js.dynamic_loss_scale(js.chain(reduce(), optax.adam(0.1))),
-    "rows": js.chain(js.all_reduce_rows("replica", tables=("m",), dense=reduce()), optax.adam(0.1)),
+    "rows": js.chain(
+        js.sparse.all_reduce_rows("replica", tables=("m",), dense=reduce()), optax.adam(0.1)
+    ),
 }
 
 
@@ -229,9 +231,9 @@ def test_float64_gradients_keep_their_precision():
     transforms = {
         "plain": reduce(),
         "top_k": reduce(js.hooks.top_k(1.0)),
-        "accumulate": js.accumulate(reduce(), every=1),
-        "rows": js.all_reduce_rows("replica", tables=("g",), path="rows"),
-        "table": js.all_reduce_rows("replica", tables=("g",), path="dense"),
+        "accumulate": js.gradients.accumulate(reduce(), every=1),
+        "rows": js.sparse.all_reduce_rows("replica", tables=("g",), path="rows"),
+        "table": js.sparse.all_reduce_rows("replica", tables=("g",), path="dense"),
     }
 
     def run(grads, weight):

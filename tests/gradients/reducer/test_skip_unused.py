@@ -35,7 +35,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_as_if_the_parameter_were_not_there(name):
     """Entries of `b` stay to the bit, all others are as without it; counts go on."""
-    tx = js.skip_unused(
+    tx = js.gradients.skip_unused(
         optax.chain(js.all_reduce_gradients("replica"), OPTIMIZERS[name]), "replica"
     )
     plain = optax.chain(js.all_reduce_gradients("replica"), OPTIMIZERS[name])
@@ -71,7 +71,7 @@ def test_as_if_the_parameter_were_not_there(name):
 
 
 def test_a_single_leaf_is_not_taken_for_a_count():
-    tx = js.skip_unused(optax.adam(0.1), "replica")
+    tx = js.gradients.skip_unused(optax.adam(0.1), "replica")
 
     def run(p):
         _, state = tx.update(p, tx.init(p), p)
@@ -93,11 +93,13 @@ def test_state_of_the_reduction_is_not_touched():
         return jax.lax.pmean(bucket.flat, bucket.axis_name), state + 1
 
     hook = js.hooks.CommHook(init, update)
-    order = js.ready_order(lambda p, x: jnp.sum(p[0] * x) + jnp.sum(p[1]), [jnp.ones(3)] * 2, 1.0)
+    order = js.gradients.ready_order(
+        lambda p, x: jnp.sum(p[0] * x) + jnp.sum(p[1]), [jnp.ones(3)] * 2, 1.0
+    )
     reduce = js.all_reduce_gradients(
         "replica", bucket_bytes=0, first_bucket_bytes=0, order=order, hook=hook
     )
-    tx = js.skip_unused(optax.chain(reduce, optax.adam(0.1)), "replica")
+    tx = js.gradients.skip_unused(optax.chain(reduce, optax.adam(0.1)), "replica")
 
     def run(params):
         state: Any = tx.init(params)
@@ -115,7 +117,7 @@ def test_state_of_the_reduction_is_not_touched():
 def test_uses_of_a_replica_that_has_run_out_do_not_count():
     """Its gradients are ignored, so none of them is a use; a NaN elsewhere is one."""
     reduce = js.all_reduce_gradients("replica", divide_by="active")
-    tx = js.skip_unused(optax.chain(reduce, optax.sgd(1.0)), "replica")
+    tx = js.gradients.skip_unused(optax.chain(reduce, optax.sgd(1.0)), "replica")
 
     def run(params):
         last = jax.lax.axis_index("replica") == 1
@@ -137,8 +139,8 @@ def test_two_levels():
     """Used by one device of one replica is used by all; behind the reduction means tell."""
     axes = {"replica": 2, "device": 2}
     whole = optax.chain(js.all_reduce_gradients(tuple(axes)), optax.sgd(1.0))
-    around = js.skip_unused(whole, tuple(axes))
-    behind = js.skip_unused(optax.sgd(1.0), "replica")
+    around = js.gradients.skip_unused(whole, tuple(axes))
+    behind = js.gradients.skip_unused(optax.sgd(1.0), "replica")
     reduce = js.all_reduce_gradients(tuple(axes))
 
     def step(params, grads):
@@ -163,21 +165,34 @@ def test_two_levels():
 
 def test_names_of_what_is_not_used():
     """In the last update, and in any; before it nothing is known."""
-    tx, params = js.skip_unused(optax.sgd(0.1), "replica"), {"a": {"x": 1.0, "y": 1.0}, "b": 1.0}
+    tx, params = (
+        js.gradients.skip_unused(optax.sgd(0.1), "replica"),
+        {"a": {"x": 1.0, "y": 1.0}, "b": 1.0},
+    )
     update = jax.jit(jax.vmap(tx.update, in_axes=(None, 0), axis_name="replica", axis_size=2))
     state = jax.vmap(tx.init, axis_size=2, in_axes=None)(params)
-    names = [(js.unused_names((state,), params), js.unused_names(state, params, ever=True))]
+    names = [
+        (
+            js.gradients.unused_names((state,), params),
+            js.gradients.unused_names(state, params, ever=True),
+        )
+    ]
     for used in ({"a": {"x": 0.0, "y": 0.0}, "b": 1.0}, {"a": {"x": 0.0, "y": 3.0}, "b": 0.0}):
         _, state = update(used, state)
-        names.append((js.unused_names((state,), params), js.unused_names(state, params, ever=True)))
+        names.append(
+            (
+                js.gradients.unused_names((state,), params),
+                js.gradients.unused_names(state, params, ever=True),
+            )
+        )
     assert names == [([], []), (["a/x", "a/y"], ["a/x", "a/y"]), (["a/x", "b"], ["a/x"])]
     # What can't be used at all is known before the first step.
     loss = lambda params, batch: params["b"] * batch  # noqa: E731
-    assert js.unused_parameters(loss, params, 1.0) == ["a/x", "a/y"]
+    assert js.gradients.unused_parameters(loss, params, 1.0) == ["a/x", "a/y"]
 
 
 def test_one_small_all_reduce():
-    tx = js.skip_unused(optax.adamw(0.1), "replica")
+    tx = js.gradients.skip_unused(optax.adamw(0.1), "replica")
     update = lift(lambda p: tx.update(p, tx.init(p), p)[0], {"replica": 4}, "shard_map", (False,))
     shapes = {name: jax.ShapeDtypeStruct((4, 8), jnp.float32) for name in "abcde"}
     (row,) = js.comm_report_of(update.lower(shapes), compile=False).select(level="emitted")

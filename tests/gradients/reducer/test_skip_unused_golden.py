@@ -23,7 +23,7 @@ JOIN = {k: v for k, v in cases("ddp_join.npz").items() if k.startswith("unused")
 @functools.cache
 def programs(world, execution, sticky, divide_by, weight_decay, lr, momentum):
     """Of initial state and step, with SGD as torch has it around what reduces the gradients."""
-    tx = js.skip_unused(
+    tx = js.gradients.skip_unused(
         optax.chain(
             js.all_reduce_gradients("replica", bucket_bytes=32, divide_by=divide_by),
             optax.add_decayed_weights(weight_decay),

@@ -33,7 +33,7 @@ def dense_of(rows, values, num_rows=NUM_ROWS):
 
 def reduced(axis_name="replica", **options):
     """`(rows, values, ...) -> (mean, state)` of one replica."""
-    tx = js.all_reduce_rows(axis_name, **options)
+    tx = js.sparse.all_reduce_rows(axis_name, **options)
 
     def step(rows, values, weight=None):
         grads = {"table": js.sparse.RowGradient(rows, values, NUM_ROWS)}
@@ -45,7 +45,7 @@ def reduced(axis_name="replica", **options):
 
 def of_array(axis_name="replica", **options):
     """As `reduced`, with the gradient as an array; another leaf stays as it is."""
-    tx = js.all_reduce_rows(axis_name, tables=("table",), **options)
+    tx = js.sparse.all_reduce_rows(axis_name, tables=("table",), **options)
 
     def step(rows, values, weight=None):
         grads = {"table": js.sparse.RowGradient(rows, values, NUM_ROWS).to_dense(), "other": values}
@@ -129,7 +129,7 @@ def test_every_way_gives_the_weighted_mean():
 def test_any_sizes_without_weights(replicas, num_rows, size, capacity, tail, seed):
     rows, values = entries(seed, replicas, num_rows, size, tail)
     transforms = {
-        name: js.all_reduce_rows("replica", capacity=capacity, **options)
+        name: js.sparse.all_reduce_rows("replica", capacity=capacity, **options)
         for name, options in {
             "sent as rows": {"path": "rows"},
             "as rows": {"output": "rows"},
@@ -191,7 +191,7 @@ def test_half_precision_is_kept():
 def test_other_leaves_go_to_the_dense_transform_with_its_state():
     rows, values = entries()
     bias = np.arange(8.0, dtype=np.float32).reshape(4, 2)
-    tx = js.all_reduce_rows(
+    tx = js.sparse.all_reduce_rows(
         "replica",
         tables=("deep/table",),
         dense=optax.chain(js.all_reduce_gradients("replica"), optax.trace(0.5)),

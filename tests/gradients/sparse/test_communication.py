@@ -13,7 +13,7 @@ TABLE_BYTES = NUM_ROWS * ROW_BYTES
 
 
 def report(weighted=False, num_rows=NUM_ROWS, **options) -> js.reports.CommReport:
-    tx = js.all_reduce_rows("replica", **options)
+    tx = js.sparse.all_reduce_rows("replica", **options)
 
     def per_device(rows, values):
         grads = {"table": js.sparse.RowGradient(rows, values, num_rows)}

@@ -22,7 +22,7 @@ def test_every_step_is_that_of_torch(case):
     meta, data = cases("ddp_sparse.npz")[str(case)]
     params = {k: jnp.asarray(data[f"{k}/init"]) for k in ("emb", "bias")}
     value_and_grad = js.row_value_and_grad(loss, lambda batch: {"emb": batch[0]})
-    tx = js.all_reduce_rows(
+    tx = js.sparse.all_reduce_rows(
         "replica",
         tables=("emb",),
         dense=js.all_reduce_gradients("replica"),

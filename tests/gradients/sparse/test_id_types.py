@@ -80,7 +80,7 @@ def test_gradients_made_by_hand(dtype):
     rows = {n: ids_of(dtype, n) for n in SIZES[dtype]}
     values = {n: np.arange(1.0, 1 + len(r), dtype=np.float32) for n, r in rows.items()}
     ways = {"rows, too few": {"path": "rows", "capacity": 1}, "table": {"path": "dense"}}
-    ways = {name: js.all_reduce_rows("replica", **options) for name, options in ways.items()}
+    ways = {name: js.sparse.all_reduce_rows("replica", **options) for name, options in ways.items()}
 
     def program(rows, values):
         found = {}

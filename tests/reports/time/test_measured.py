@@ -26,7 +26,9 @@ def loss(params, batch):
 
 def run(num_steps, rate, **options):
     mesh = js.make_mesh({"replica": 4})
-    step = js.measured(js.make_train_step(loss, optax.sgd(0.1), mesh=mesh, **options), rate=rate)
+    step = js.reports.measured(
+        js.make_train_step(loss, optax.sgd(0.1), mesh=mesh, **options), rate=rate
+    )
     state = step.init(PARAMS)
     losses = [
         float(np.mean(r.metrics["loss"]))
@@ -121,7 +123,7 @@ buckets of slow: 1.5 MiB""".splitlines()
 
 def test_a_jitted_function_on_one_device():
     fn = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w))
-    step = js.measured(fn, rate=1)
+    step = js.reports.measured(fn, rate=1)
     assert "0 steps, 0 measured" in str(step.report())
     np.testing.assert_array_equal(step(PARAMS["a"], BATCH), fn(PARAMS["a"], BATCH))
     report = step.report()
@@ -140,7 +142,7 @@ def test_a_step_of_ones_own():
 
     mesh = js.make_mesh({"replica": 4})
     specs = {"in_specs": (P(), P("replica")), "out_specs": P()}
-    step = js.measured(jax.jit(jax.shard_map(per_replica, mesh=mesh, **specs)), rate=1)
+    step = js.reports.measured(jax.jit(jax.shard_map(per_replica, mesh=mesh, **specs)), rate=1)
     step(PARAMS, BATCH)
     report = step.report()
     assert set(report.last.communication) == {"gradients"}
@@ -150,7 +152,7 @@ def test_a_step_of_ones_own():
 
 
 def test_while_another_trace_runs_steps_are_missed(tmp_path):
-    step = js.measured(jax.jit(lambda x: 2 * x), rate=1)
+    step = js.reports.measured(jax.jit(lambda x: 2 * x), rate=1)
     with jax.profiler.trace(str(tmp_path)), pytest.warns(UserWarning, match="another trace"):
         assert step(np.float32(3)) == 6
     with pytest.raises(TypeError):
@@ -162,7 +164,7 @@ def test_while_another_trace_runs_steps_are_missed(tmp_path):
 def test_no_crash_where_libtpu_is_loaded_without_a_tpu(monkeypatch):
     """There the profiler would end the process."""
     monkeypatch.setattr(xla_client, "pjrt_plugin_loaded", lambda platform: platform == "tpu")
-    step = js.measured(jax.jit(lambda x: x + 1))
+    step = js.reports.measured(jax.jit(lambda x: x + 1))
     with pytest.warns(UserWarning, match="libtpu"):
         assert step(jnp.ones(())) == 2
     assert step.report().missed == (1,)

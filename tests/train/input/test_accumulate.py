@@ -146,7 +146,7 @@ def test_a_pipeline_is_the_calls_it_stands_for(
             for i in itertools.islice(number, length):
                 weight = np.float32([1 + i % 2, i % 3]) if weighted else None
                 held.append((BATCHES[i % 9], weight))
-                given_.append(js.WeightedBatch(*held[-1]) if weighted else BATCHES[i % 9])
+                given_.append(js.train.WeightedBatch(*held[-1]) if weighted else BATCHES[i % 9])
             iterator = iter(given_)
             while True:
                 if trained in evaluations:
@@ -193,7 +193,7 @@ def test_a_loop_yields_updates_with_means_of_their_metrics_and_takes_no_batch_mo
     """Also of a measured step, and of a pipeline that has begun."""
     step, batches = small_step("devices"), Counted()
     each = losses_of(js.TrainPipeline(step, small_start(step), iter(BATCHES), accumulate=4))
-    measured = js.measured(step)
+    measured = js.reports.measured(step)
     loop = js.train_loop(
         measured, small_start(step), batches, num_steps=2, accumulate=4, prefetch=2
     )

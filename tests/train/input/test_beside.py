@@ -119,7 +119,7 @@ def test_drained_or_not_and_evaluated_between(drain, evaluate):
 def test_another_state_is_looked_up_anew_also_of_a_measured_step():
     """Rows of the state that was there before must not be used."""
     step, (expected, _) = step_for(*USUAL), plainly(*USUAL)
-    measured = js.measured(step)
+    measured = js.reports.measured(step)
     given_ = iter(BATCHES[4:] + BATCHES[:3])
     pipeline = js.TrainPipeline(measured, step.init(DENSE), given_, mode="patched")
     for _ in range(3):
@@ -134,7 +134,7 @@ def test_another_state_is_looked_up_anew_also_of_a_measured_step():
 def test_a_measured_step_collects():
     """Batches that are only collected are not measured."""
     step, (expected, _) = step_for(*USUAL), plainly(*USUAL, 2)
-    measured = js.measured(step)
+    measured = js.reports.measured(step)
     pipeline = js.TrainPipeline(measured, step.init(DENSE), BATCHES, accumulate=2)
     same(losses_of(pipeline), expected)
     assert measured.report().iteration == len(BATCHES) // 2

@@ -65,7 +65,7 @@ def test_position_and_state_go_on_together():
 def test_stages_of_a_step_and_any_function_as_a_step():
     """A weight stays beside its batch; a function takes any state, and more than arrays."""
     step, weight = small_step(), np.float32([2, 1])
-    weighted = [js.WeightedBatch(batch, weight) for batch in BATCHES]
+    weighted = [js.train.WeightedBatch(batch, weight) for batch in BATCHES]
     state, wanted = start(step), []
     for batch in BATCHES:
         state, metrics = step(state, 2 * batch + 1, weight)

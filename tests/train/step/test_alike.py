@@ -115,7 +115,7 @@ def started(run):
     is_virtual, around, sgd = run["where"] == "virtual", AROUND[run["around"]], optax.sgd(0.3)
     options = {name: run[name] for name in ("accumulate", "mode")}
     options |= {"gradients": GRADIENTS[run["gradients"]], "sync": SYNCS[run["sync"]]}
-    options |= {"policy": js.Policy("float16")} if run["half"] else {}
+    options |= {"policy": js.gradients.Policy("float16")} if run["half"] else {}
     rows = {"optimizer": js.rowwise_sgd(RATE)} if run["half"] else {}
     own, virtual = {name: OWN[name] for name in run["own"]}, js.virtual_mesh({"replica": 2})
     shared = step_of(

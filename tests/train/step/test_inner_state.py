@@ -384,7 +384,7 @@ def test_half_precision_keeps_its_dtypes():
     adam = promoting(optax.adam(0.1, mu_dtype=jnp.bfloat16))
     for inner in ("reset", "average"):
         tx = SYNCS["diloco"](inner_state=inner, codec=js.codecs.bfloat16())
-        step = step_of(tx, adam, policy=js.Policy("bfloat16"))
+        step = step_of(tx, adam, policy=js.gradients.Policy("bfloat16"))
         state = trained(step, 4)
         same(jax.tree.map(jnp.zeros_like, state), jax.tree.map(jnp.zeros_like, step.init(START)))
         mu, nu = moments(state)[0]

@@ -57,7 +57,7 @@ def test_buckets_follow_the_backward_pass_unless_they_are_told_or_cannot():
 def test_the_order_is_found_by_hand_and_only_where_it_matters():
     """Finding it traces the loss once more, which one bucket does not need."""
     batch = jax.ShapeDtypeStruct((2, 3), jnp.float32)
-    order = js.ready_order(loss_fn, PARAMS, batch)
+    order = js.gradients.ready_order(loss_fn, PARAMS, batch)
     assert order == (1, 0, 2)
     assert reduced(each_alone(order=order)) == [*"bac"]
     calls = []

@@ -114,7 +114,10 @@ def test_replica_0_draws_what_one_replica_would():
 
 
 def test_keys_that_a_loss_uses_raw_become_the_replicas_own():
-    mesh, options = js.virtual_mesh({"replica": 2, "device": 2}), {"policy": js.Policy("bfloat16")}
+    mesh, options = (
+        js.virtual_mesh({"replica": 2, "device": 2}),
+        {"policy": js.gradients.Policy("bfloat16")},
+    )
     step = step_of(raw_loss, mesh, model_state="broadcast", accumulate=2, **options)
     state = step.init(PARAMS, model_state=TYPED)
     before = np.asarray(jax.random.key_data(state.model_state["key"]))

@@ -35,7 +35,7 @@ def test_the_policy_holds_wherever_the_loss_is_called():
     optimizer = js.dynamic_loss_scale(searching, "replica")
     step = js.make_train_step(
         noting, optimizer, sync=js.local_sgd("replica"), mesh=MESH,
-        policy=js.Policy("bfloat16", keep="b"),
+        policy=js.gradients.Policy("bfloat16", keep="b"),
     )  # fmt: skip
     state = step.init(PARAMS, model_state={"m": np.float32(0)})
     step.ready_order(state, BATCH)
@@ -51,7 +51,7 @@ def test_the_policy_holds_wherever_the_loss_is_called():
 
 
 def test_float16_without_a_scale_is_told_once():
-    mean, policy = js.all_reduce_gradients("replica"), js.Policy("float16")
+    mean, policy = js.all_reduce_gradients("replica"), js.gradients.Policy("float16")
     step = js.make_train_step(loss, optax.sgd(0.1), gradients=mean, mesh=MESH, policy=policy)
     with pytest.warns(UserWarning, match="js.dynamic_loss_scale") as told:
         state, metrics = train(step, step.init(PARAMS), [BATCH] * 2)

@@ -46,8 +46,8 @@ def own_average():
         {"optimizer": optax.chain(sgd, js.sgp("replica"))},
         {"optimizer": optax.chain(sgd, js.diloco("replica"))},
         {"optimizer": optax.chain(sgd, js.hierarchical_local_sgd({"replica": 2}))},
-        {"optimizer": js.skip_unused(optax.chain(average, sgd), "replica")},
-        {"optimizer": optax.chain(js.all_reduce_rows("replica"), sgd)},
+        {"optimizer": js.gradients.skip_unused(optax.chain(average, sgd), "replica")},
+        {"optimizer": optax.chain(js.sparse.all_reduce_rows("replica"), sgd)},
         {"sync": "none"},
     ],
 )
@@ -59,15 +59,15 @@ def test_what_makes_replicas_agree_or_is_told(options):
 @pytest.mark.parametrize(
     ("argument", "transform"),
     [
-        ("gradients", js.accumulate(average, every=2)),
-        ("optimizer", js.accumulate(optax.chain(average, sgd), every=2)),
-        ("optimizer", optax.chain(js.accumulate(sgd, 2), optax.scale(0.5))),
-        ("optimizer", optax.masked(js.accumulate(sgd, 2), ALL)),
-        ("optimizer", js.dynamic_loss_scale(js.accumulate(sgd, 2))),
+        ("gradients", js.gradients.accumulate(average, every=2)),
+        ("optimizer", js.gradients.accumulate(optax.chain(average, sgd), every=2)),
+        ("optimizer", optax.chain(js.gradients.accumulate(sgd, 2), optax.scale(0.5))),
+        ("optimizer", optax.masked(js.gradients.accumulate(sgd, 2), ALL)),
+        ("optimizer", js.dynamic_loss_scale(js.gradients.accumulate(sgd, 2))),
     ],
 )
 def test_a_step_collects_by_itself_and_takes_no_wrapper_that_does(argument, transform):
-    with pytest.raises(ValueError, match=f"`{argument}`.*js.accumulate.*step.collect"):
+    with pytest.raises(ValueError, match=f"`{argument}`.*js.gradients.accumulate.*step.collect"):
         step_of(sync=local, **{argument: transform}).init(PARAMS)
 
 
@@ -77,8 +77,8 @@ def test_no_transform_of_ours_is_taken_for_one_by_hand():
     for tx in [
         js.all_reduce_gradients("replica", hook=js.hooks.powersgd(1, start_step=2)),
         js.all_reduce_gradients("replica", hook=js.hooks.int8()),
-        js.all_reduce_rows("replica", tables=("w",), capacity=1),
-        js.skip_unused(sgd, "replica"),
+        js.sparse.all_reduce_rows("replica", tables=("w",), capacity=1),
+        js.gradients.skip_unused(sgd, "replica"),
         js.dynamic_loss_scale(optax.chain(average, sgd), "replica"),
         js.slowmo("replica", base=js.sgp("replica"), sync_every=6),
         js.only_finite(local),

@@ -177,13 +177,16 @@ def test_scale_policy_keys_and_orders_take_pairs():
     batch = batch_of(8)
     plain = js.make_train_step(loss, optax.sgd(RATE), **options)
     scaled = js.make_train_step(
-        loss, js.dynamic_loss_scale(optax.sgd(RATE)), policy=js.Policy("float32"), **options
+        loss,
+        js.dynamic_loss_scale(optax.sgd(RATE)),
+        policy=js.gradients.Policy("float32"),
+        **options,
     )
     states = [step(step.init(PARAMS), batch)[0].params for step in (plain, scaled)]
     close(*states)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), PARAMS)
-    assert js.unused_parameters(terms, shapes, batch) == []
-    assert sorted(js.ready_order(terms, shapes, batch)) == [0, 1]
+    assert js.gradients.unused_parameters(terms, shapes, batch) == []
+    assert sorted(js.gradients.ready_order(terms, shapes, batch)) == [0, 1]
 
 
 def test_the_weight_joins_the_gradients_all_reduce():

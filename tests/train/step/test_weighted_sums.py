@@ -125,6 +125,6 @@ def test_as_numpy(run):
     new, metrics = step.apply(state, collected(len(batches)))
     check(run, x, mask, new.params, metrics, everything, "the window alone")
     if run["weighted"]:
-        batches = [js.WeightedBatch(*both) for both in zip(batches, weights, strict=True)]
+        batches = [js.train.WeightedBatch(*both) for both in zip(batches, weights, strict=True)]
     (result,) = js.train_loop(step, state, batches, accumulate=len(batches))
     check(run, x, mask, result.state.params, result.metrics, everything, "the loop")

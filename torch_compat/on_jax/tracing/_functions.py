@@ -36,7 +36,7 @@ class Functions(TorchFunctionMode):
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise ValueError(
                 "torch.autocast would have no effect on arrays of jax: leave it out, and give "
-                'js.make_train_step `policy=js.Policy("bfloat16")`.'
+                'js.make_train_step `policy=js.gradients.Policy("bfloat16")`.'
             )
         if any(isinstance(x, torch.Generator) for x in jax.tree.leaves((args, kwargs))):
             raise ValueError(

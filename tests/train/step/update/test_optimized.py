@@ -84,7 +84,7 @@ WHOLE = {
         "devices", LEVELS, polyak,
         {
             "gradients": optax.identity(),
-            "optimizer": js.skip_unused(js.chain(both, polyak), ("replica", "device")),
+            "optimizer": js.gradients.skip_unused(js.chain(both, polyak), ("replica", "device")),
         },
     ),
 }  # fmt: skip
@@ -127,7 +127,7 @@ def sent(optimizer, **options):
     [
         average,
         # Exchanges once more, in a conditional, where there are more rows.
-        js.all_reduce_rows("replica", tables=("w",), dense=average, capacity=1),
+        js.sparse.all_reduce_rows("replica", tables=("w",), dense=average, capacity=1),
     ],
     ids=["all_reduce", "rows"],
 )

@@ -76,7 +76,7 @@ def test_tables_of_ones_own_and_the_order_of_dense_gradients():
     step = step_of(2, shard="column", sync=LOCAL)
     made = step.init(DENSE)
     tables = {name: np.random.default_rng(0).normal(size=size) for name, size in SIZES.items()}
-    state = step.init(js.WithTables(DENSE, step.embeddings.write(tables)))
+    state = step.init(js.embedding.WithTables(DENSE, step.embeddings.write(tables)))
     for name, table in whole(step, state).items():
         np.testing.assert_array_equal(table, np.stack([np.float32(tables[name])] * REPLICAS))
     alike = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), state, made)
