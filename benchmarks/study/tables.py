@@ -7,11 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cells import CODECS, FEEDBACK, SPARSE_LOCO, TEXT_CODECS
+from cells import CODECS, FEEDBACK, SHARES, SPARSE_LOCO, TEXT_CODECS
 from rows import (
     ALL_REDUCE,
+    DEMO,
+    DES_LOC,
+    DES_LOC_BOTH,
     DILOCO,
+    DILOCO_NORMS,
+    DILOCO_RDA,
+    LOCAL_ADAM,
     LOCAL_SGD,
+    NOLOCO,
     PARAMETERS,
     PERIODS,
     REPLICAS,
@@ -20,6 +27,9 @@ from rows import (
     SLOWMO,
     SLOWMO_48,
     SLOWMO_SGP,
+    SLOWMO_SPARTA,
+    SPARTA,
+    SPARTA_48,
     STEPS,
     Cell,
     Row,
@@ -316,6 +326,76 @@ def inner_states(study: Study) -> str:
     return table(["8 replicas", "`inner_state`", "loss", "above `keep`"], sorted(lines))
 
 
+OTHERS = {  # how each is called, and what it is compared with
+    LOCAL_ADAM: ('`local_sgd`, `inner_state="average"`', LOCAL_SGD),
+    DES_LOC: ("`des_loc`", LOCAL_SGD),
+    DES_LOC_BOTH: ("`des_loc`, mu and nu every third", LOCAL_SGD),
+    NOLOCO: ("`noloco`", DILOCO),
+    DILOCO_RDA: ('`diloco`, `"rda"`', DILOCO),
+    DILOCO_NORMS: ("`diloco`, `norm_weighted(damping=1)`", DILOCO),
+    SPARTA: ("`sparta`", LOCAL_SGD),
+    SPARTA_48: ("`sparta`, `share` 1/48", LOCAL_SGD),
+    SLOWMO_SPARTA: ("`slowmo` over `sparta`", SLOWMO),
+    DEMO: ("`demo`, then signs", ALL_REDUCE),
+}
+COLUMNS = {
+    "digits, 8": ("classifier", 8),
+    "digits, 32": ("classifier", 32),
+    "text": ("language", 8),
+}
+# Bytes that a replica puts into an all-gather of `js.demo`, by `js.comm_report`.
+DEMO_BYTES = {"classifier": 636, "language": 8640}
+
+
+def others(study: Study) -> str:
+    """Return losses of other papers' algorithms, how far each is above what it's compared with."""
+    shown: list[tuple[str, int]] = [(ALL_REDUCE, 1)]
+    for period in (48, 12):
+        shown += [(LOCAL_SGD, period), (DILOCO, period)]
+        shown += [(name, period) for name in (LOCAL_ADAM, DES_LOC, DES_LOC_BOTH, NOLOCO)]
+        if period == 48:
+            shown += [(SLOWMO, 48), *((x, 48) for x in (DILOCO_RDA, DILOCO_NORMS, SLOWMO_SPARTA))]
+            shown += [(SPARTA, 1), (SPARTA_48, 1), (DEMO, 1)]
+    lines = []
+    for name, period in shown:
+        line = [OTHERS[name][0] if name in OTHERS else LABELS[name], every(period)]
+        for part, replicas in COLUMNS.values():
+            optimizer = "sign" if name == DEMO else "adamw"
+            cell = Cell(part, optimizer, replicas, name, period, STEPS[part])
+            line += [other_loss(study, cell), f"{share_of_all_reduce(cell):.2%}"]
+        lines.append(line)
+    return table(["", "every", *(text for name in COLUMNS for text in (name, "bytes"))], lines)
+
+
+def other_loss(study: Study, cell: Cell) -> str:
+    """Return a cell's loss, and what it is above that of what it is compared with."""
+    if cell not in study.rows:
+        return ""
+    losses = study.rows[cell]["test"]
+    if cell.algorithm not in OTHERS:
+        return loss(losses)
+    reference = OTHERS[cell.algorithm][1]
+    period = 1 if reference == ALL_REDUCE else cell.period if cell.period > 1 else 48
+    one = cell.part, "adamw", cell.replicas, reference, period
+    above = interval(np.subtract(losses, study.losses(*one)).tolist())  # of the same seeds
+    return "{} ({:+.3f} ± {:.3f})".format(f"{np.mean(losses):.3f}", *above)
+
+
+def share_of_all_reduce(cell: Cell) -> float:
+    """Return what a replica sends, over what an all-reduce in every update does, in a ring."""
+    name, replicas = cell.algorithm, cell.replicas
+    if name == DEMO:  # it passes on the parts of all others; an all-reduce, 2 (R - 1) / R of all
+        return DEMO_BYTES[cell.part] * replicas / (2 * 4 * PARAMETERS[cell.part])
+    if name == NOLOCO:
+        return replicas / (2 * (replicas - 1)) / cell.period
+    if name in (SPARTA, SPARTA_48):
+        return SHARES[name]
+    if name == SLOWMO_SPARTA:
+        return SHARES[name] * (1 - 1 / cell.period) + 1 / cell.period
+    moments = {LOCAL_ADAM: 2.0, DES_LOC: 1 / 3 + 1 / 6, DES_LOC_BOTH: 2 / 3}
+    return (1 + moments.get(name, 0)) / cell.period
+
+
 def edges(study: Study) -> tuple[int, int]:
     """Return how many cells chose the smallest or largest of a grid's values, and of how many."""
     found, tuned = 0, [row for row in study.rows.values() if "tuning" in row]
@@ -348,5 +428,6 @@ def all_tables(study: Study) -> dict[str, str]:
         "few-bits-sparse": in_codecs(study, SPARSE, CODED),
         "few-bits-muon": in_codecs(study, MUON, dict(list(CODED.items())[:1])),
         "inner-states": inner_states(study),
+        "others": others(study),
         "edges": "{} of {} rows".format(*edges(study)),
     }

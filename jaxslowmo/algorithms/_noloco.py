@@ -61,7 +61,8 @@ def noloco(
       outer_learning_rate: step size of the outer step, >= 0.
       outer_momentum: factor of the previous v, in [0, 1).
       pull: strength of the pull towards the pair's mean anchor, >= 0; None is
-        `outer_learning_rate`, as in the authors' program, and sends half of the bytes.
+        `outer_learning_rate`, as in the authors' program, and sends half of the bytes. Above
+        `outer_momentum` it holds replicas together (the paper, appendix A).
       graph: the pairs, as in `js.sgp`; None is `js.topology.random_matching`, whose matchings all
         replicas know by its seed. Others do, too, if all nodes receive as much as they send.
       local_axis_name: axis of the L devices inside a replica; each of them then sends 1/L.
