@@ -11,22 +11,36 @@ import numpy as np
 import optax
 from rows import (
     ALL_REDUCE,
+    DEMO,
+    DES_LOC,
+    DES_LOC_BOTH,
     DILOCO,
+    DILOCO_NORMS,
+    DILOCO_RDA,
     INNER_STATES,
+    LOCAL_ADAM,
     LOCAL_SGD,
+    NOLOCO,
     PERIODS,
     REPLICAS,
     SGP,
     SLOWMO,
     SLOWMO_48,
     SLOWMO_SGP,
+    SLOWMO_SPARTA,
+    SPARTA,
+    SPARTA_48,
     STEPS,
     Cell,
 )
 
 import jaxslowmo as js
 
-DILOCOS = {DILOCO, *INNER_STATES}
+AGGREGATES = {DILOCO_RDA: js.rda(), DILOCO_NORMS: js.norm_weighted(damping=1.0)}
+DILOCOS = {DILOCO, *INNER_STATES, *AGGREGATES}
+# Without settings beside the learning rate.
+ALONE = {ALL_REDUCE, SGP, LOCAL_SGD, LOCAL_ADAM, DES_LOC, DES_LOC_BOTH, SPARTA, SPARTA_48, DEMO}
+SHARES = {SPARTA: 0.005, SLOWMO_SPARTA: 0.005, SPARTA_48: 1 / 48}
 FIRST_TUNING_SEED = 1000  # those of the results are 0, 1, ...
 _MAKERS = {
     "bfloat16": js.codecs.bfloat16,
@@ -54,8 +68,14 @@ def make_of(cell: Cell) -> Callable[[Mapping[str, Any]], optax.GradientTransform
             falling = 0.5 * (1 + jnp.cos(jnp.pi * t / cell.steps))
             return setting["rate"] * jnp.minimum((t + 1) / warm_up, falling)
 
-        sgd, adamw = optax.sgd(rate, momentum=0.9), optax.adamw(rate)
-        optimizer = {"sgd": sgd, "adamw": adamw, "muon": optax.contrib.muon(rate)}[cell.optimizer]
+        optimizer = {
+            "sgd": optax.sgd(rate, momentum=0.9),
+            "adamw": optax.adamw(rate),
+            "muon": optax.contrib.muon(rate),
+            "sign": optax.sign_sgd(rate),
+        }[cell.optimizer]
+        if cell.algorithm == DEMO:
+            return js.chain(js.demo("replica"), optimizer)
         if cell.algorithm == ALL_REDUCE:
             return js.chain(js.all_reduce_gradients("replica"), optimizer)
         return js.chain(optimizer, _sync(cell, setting, rate))
@@ -71,6 +91,21 @@ def _sync(
     codec = CODECS[cell.codec] if cell.codec else None
     if cell.algorithm == LOCAL_SGD:
         return js.local_sgd("replica", sync_every=cell.period, codec=codec)
+    if cell.algorithm == LOCAL_ADAM:
+        return js.local_sgd("replica", sync_every=cell.period, inner_state="average")
+    if cell.algorithm == DES_LOC:
+        return js.des_loc("replica", sync_every=cell.period)
+    if cell.algorithm == DES_LOC_BOTH:
+        return js.des_loc("replica", sync_every=cell.period, moments={"mu": 3, "nu": 3})
+    if cell.algorithm in (SPARTA, SPARTA_48):
+        return js.sparta("replica", share=SHARES[cell.algorithm])
+    if cell.algorithm == NOLOCO:
+        return js.noloco(
+            "replica",
+            sync_every=cell.period,
+            outer_learning_rate=setting["outer_rate"],
+            outer_momentum=setting["momentum"],
+        )
     # Virtual replicas share a memory, so nothing is gained by shards.
     if cell.algorithm in DILOCOS:
         outer = optax.sgd(setting["outer_rate"], momentum=setting["momentum"], nesterov=True)
@@ -82,12 +117,16 @@ def _sync(
             shard_state=False,
             codec=codec,
             inner_state=inner,
+            aggregate=AGGREGATES.get(cell.algorithm, "mean"),
         )
-    is_gossip = cell.algorithm == SLOWMO_SGP
-    base = js.sgp("replica") if is_gossip else js.local_sgd("replica", sync_every=cell.period)
+    bases = {
+        SLOWMO_SGP: js.sgp("replica"),
+        SLOWMO_SPARTA: js.sparta("replica", share=SHARES[SLOWMO_SPARTA]),
+    }
+    average = js.local_sgd("replica", sync_every=cell.period)
     return js.slowmo(
         "replica",
-        base=base,
+        base=bases.get(cell.algorithm, average),
         sync_every=48 if cell.algorithm == SLOWMO_48 else cell.period,
         momentum=setting["momentum"],
         slow_learning_rate=setting["outer_rate"],
@@ -115,17 +154,19 @@ class Grid:
 
 def grid_of(cell: Cell) -> Grid:
     """Return the grid of a cell; all cells of a part have the same number of runs."""
-    is_alone = cell.algorithm in (ALL_REDUCE, SGP, LOCAL_SGD)
+    is_alone = cell.algorithm in ALONE
+    is_outer = cell.algorithm in {*DILOCOS, NOLOCO}
     if cell.part == "language":
         # A run is long, and at high rates seeds differ by more than settings do.
         two_rounds = {"seeds": 1, "finalists": 3, "more_seeds": 2}
         if is_alone:
-            return _grid(5e-4 * 2 ** (np.arange(12) / 2), [(0.0, 1.0)], **two_rounds)
+            least = 2e-3 if cell.optimizer == "sign" else 5e-4
+            return _grid(least * 2 ** (np.arange(12) / 2), [(0.0, 1.0)], **two_rounds)
         outer = [(0.9, 0.4), (0.9, 0.7), (0.5, 0.7), (0.5, 1.0)]
         slow = [(m, 1.0) for m in (0.1, 0.3, 0.5, 0.7)]
-        pairs = outer if cell.algorithm in DILOCOS else slow
+        pairs = outer if is_outer else slow
         return _grid(2e-3 * 2 ** np.arange(3), pairs, **two_rounds)
-    least = {"sgd": 0.0125, "adamw": 0.0012, "muon": 0.0025}[cell.optimizer]
+    least = {"sgd": 0.0125, "adamw": 0.0012, "muon": 0.0025, "sign": 0.002}[cell.optimizer]
     if is_alone:
         return _grid(least * 2 ** (np.arange(24) / 3), [(0.0, 1.0)], seeds=8)
     outer = itertools.product((0.5, 0.7, 0.9), (0.3, 0.5, 0.7, 1.0))
@@ -133,7 +174,7 @@ def grid_of(cell: Cell) -> Grid:
     is_frequent_gossip = cell.algorithm == SLOWMO_SGP and cell.period == 12
     slow_rates = (0.7, 1.0, 1.4) if is_frequent_gossip else (1.0, 1.4, 2.0)
     slow = itertools.product((0.2, 0.4, 0.6, 0.8), slow_rates)
-    pairs = outer if cell.algorithm in DILOCOS else slow
+    pairs = outer if is_outer else slow
     return _grid(least * 2 ** np.arange(8), list(pairs), seeds=2)
 
 
@@ -159,7 +200,7 @@ def all_cells() -> list[Cell]:
         one = ("language", "adamw", replicas)
         cells += [Cell(*one, ALL_REDUCE, 1, count) for count in (steps // 48, steps)]
         cells += [Cell(*one, name, 48, steps) for name in (LOCAL_SGD, SLOWMO, DILOCO)]
-    return cells + _coded_cells()
+    return [*cells, *_coded_cells(), *_other_cells()]
 
 
 def _coded_cells() -> list[Cell]:
@@ -177,6 +218,20 @@ def _coded_cells() -> list[Cell]:
     cells += [muon, replace(muon, codec="int4" + FEEDBACK)]
     cells += [replace(text, codec=name) for name in TEXT_CODECS]
     return [*cells, replace(text, algorithm=LOCAL_SGD, codec=SPARSE_LOCO)]
+
+
+def _other_cells() -> list[Cell]:
+    """Return the cells of other papers' algorithms."""
+    cells = []
+    columns = [("classifier", 8, PERIODS), ("classifier", 32, PERIODS), ("language", 8, (48,))]
+    for part, replicas, periods in columns:
+        one, steps = (part, "adamw", replicas), STEPS[part]
+        names = (LOCAL_ADAM, DES_LOC, DES_LOC_BOTH, NOLOCO)
+        cells += [Cell(*one, name, p, steps) for name, p in itertools.product(names, periods)]
+        cells += [Cell(*one, name, 48, steps) for name in (DILOCO_RDA, DILOCO_NORMS, SLOWMO_SPARTA)]
+        cells += [Cell(*one, name, 1, steps) for name in (SPARTA, SPARTA_48)]
+        cells.append(Cell(part, "sign", replicas, DEMO, 1, steps))
+    return cells
 
 
 def inner_state_cells() -> list[Cell]:

@@ -1,4 +1,4 @@
-"""Writes the study's tables and pictures, in docs/study.md and benchmarks/results/study.md.
+"""Writes the study's tables and pictures, in docs/ and benchmarks/results/study.md.
 
 python benchmarks/study/report.py            # writes them
 python benchmarks/study/report.py --check    # fails if a table is not what the results give
@@ -19,7 +19,11 @@ PARSER.add_argument("--check", action="store_true", help="compare, and write not
 PARSER.add_argument("--pictures", type=Path, default=ROOT / "docs", help="folder for the pictures")
 
 
-PAGES = [ROOT / "docs" / "study.md", ROOT / "benchmarks" / "results" / "study.md"]
+PAGES = [
+    ROOT / "docs" / "study.md",
+    ROOT / "docs" / "choosing.md",
+    ROOT / "benchmarks" / "results" / "study.md",
+]
 
 
 def with_tables(texts: Sequence[str], tables: dict[str, str]) -> list[str]:

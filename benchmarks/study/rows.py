@@ -14,6 +14,14 @@ PARAMETERS = {"classifier": 2410, "language": 42_880}
 
 ALL_REDUCE, SGP, LOCAL_SGD, DILOCO = "all_reduce", "sgp", "local_sgd", "diloco"
 SLOWMO, SLOWMO_SGP, SLOWMO_48 = "slowmo", "slowmo_sgp", "slowmo_every_48"
+# Of other papers: averages of the moments, too, always, in periods, or both in every third average;
+# outer steps in pairs; random elements in every update, half a percent or as many bytes as averages
+# every 48, and the former under slow momentum; other merges of outer steps; fast components of
+# momenta.
+LOCAL_ADAM, DES_LOC, DES_LOC_BOTH = "local_adam", "des_loc", "des_loc_both_3"
+NOLOCO = "noloco"
+SPARTA, SPARTA_48, SLOWMO_SPARTA = "sparta", "sparta_of_48", "slowmo_sparta"
+DILOCO_RDA, DILOCO_NORMS, DEMO = "diloco_rda", "diloco_norm_weighted", "demo"
 INNER_STATES = {"diloco_reset": "reset", "diloco_average": "average"}  # rows of their own files
 
 Row = dict[str, Any]
@@ -25,7 +33,7 @@ class Cell:
 
     Attributes:
       part: "classifier" or "language".
-      optimizer: "sgd" (momentum 0.9) or "adamw".
+      optimizer: "sgd" (momentum 0.9), "adamw", "muon", or "sign" (of `DEMO`).
       replicas: number of virtual replicas.
       algorithm: one of the names above; `SLOWMO_48` is slow momentum every 48 updates over averages
         every `period`, the other two step every `period`. Names in `INNER_STATES` are diloco that

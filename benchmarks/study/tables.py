@@ -7,11 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from cells import CODECS, FEEDBACK, SPARSE_LOCO, TEXT_CODECS
+from cells import CODECS, FEEDBACK, SHARES, SPARSE_LOCO, TEXT_CODECS
 from rows import (
     ALL_REDUCE,
+    DEMO,
+    DES_LOC,
+    DES_LOC_BOTH,
     DILOCO,
+    DILOCO_NORMS,
+    DILOCO_RDA,
+    LOCAL_ADAM,
     LOCAL_SGD,
+    NOLOCO,
     PARAMETERS,
     PERIODS,
     REPLICAS,
@@ -20,6 +27,9 @@ from rows import (
     SLOWMO,
     SLOWMO_48,
     SLOWMO_SGP,
+    SLOWMO_SPARTA,
+    SPARTA,
+    SPARTA_48,
     STEPS,
     Cell,
     Row,
@@ -316,6 +326,109 @@ def inner_states(study: Study) -> str:
     return table(["8 replicas", "`inner_state`", "loss", "above `keep`"], sorted(lines))
 
 
+OTHERS = {  # how each is called, and what it is compared with
+    LOCAL_ADAM: ('`local_sgd`, `inner_state="average"`', LOCAL_SGD),
+    DES_LOC: ("`des_loc`", LOCAL_SGD),
+    DES_LOC_BOTH: ("`des_loc`, mu and nu every third", LOCAL_SGD),
+    NOLOCO: ("`noloco`", DILOCO),
+    DILOCO_RDA: ('`diloco`, `"rda"`', DILOCO),
+    DILOCO_NORMS: ("`diloco`, `norm_weighted(damping=1)`", DILOCO),
+    SPARTA: ("`sparta`", LOCAL_SGD),
+    SPARTA_48: ("`sparta`, `share` 1/48", LOCAL_SGD),
+    SLOWMO_SPARTA: ("`slowmo` over `sparta`", SLOWMO),
+    DEMO: ("`demo`, then signs", ALL_REDUCE),
+}
+COLUMNS = {
+    "digits, 8": ("classifier", 8),
+    "digits, 32": ("classifier", 32),
+    "text": ("language", 8),
+}
+# Bytes that a replica puts into an all-gather of `js.demo`, by `js.comm_report`.
+DEMO_BYTES = {"classifier": 636, "language": 8640}
+
+
+def others(study: Study) -> str:
+    """Return losses of other papers' algorithms, how far each is above what it's compared with."""
+    shown: list[tuple[str, int]] = [(ALL_REDUCE, 1)]
+    for period in (48, 12):
+        shown += [(LOCAL_SGD, period), (DILOCO, period)]
+        shown += [(name, period) for name in (LOCAL_ADAM, DES_LOC, DES_LOC_BOTH, NOLOCO)]
+        if period == 48:
+            shown += [(SLOWMO, 48), *((x, 48) for x in (DILOCO_RDA, DILOCO_NORMS, SLOWMO_SPARTA))]
+            shown += [(SPARTA, 1), (SPARTA_48, 1), (DEMO, 1)]
+    lines = []
+    for name, period in shown:
+        line = [OTHERS[name][0] if name in OTHERS else LABELS[name], every(period)]
+        for part, replicas in COLUMNS.values():
+            optimizer = "sign" if name == DEMO else "adamw"
+            cell = Cell(part, optimizer, replicas, name, period, STEPS[part])
+            sent = f"{share_of_all_reduce(cell):.2%}" if cell in study.rows else ""
+            line += [other_loss(study, cell), sent]
+        lines.append(line)
+    return table(["", "every", *(text for name in COLUMNS for text in (name, "bytes"))], lines)
+
+
+PROMISES = {
+    DES_LOC: "the loss of averages of parameters and moments (Local Adam), for half of the bytes",
+    NOLOCO: "up to 4 % nearer to the all-reduce's perplexity than `diloco`; no exchange of all",
+    SPARTA: "more than 1,000 times fewer bytes without major degradation (shares of 0.05 to 0.5 %)",
+    SLOWMO_SPARTA: "DiLoCo with outer steps 100 times rarer, at a perplexity 14 % lower",
+    DEMO: "AdamW's loss for up to 85 times fewer bytes",
+    DILOCO_RDA: "no loss by more replicas, and no outer rate to tune again for them",
+    DILOCO_NORMS: "no spikes of the loss where replicas diverge or their data is uneven",
+}
+
+
+def promises(study: Study) -> str:
+    """Return what papers promise, and how far losses were above what they are compared with."""
+    lines = []
+    for name, promise in PROMISES.items():
+        called, reference = OTHERS[name]
+        period = 1 if name in (SPARTA, DEMO) else 48
+        cells = [
+            Cell(part, "sign" if name == DEMO else "adamw", replicas, name, period, STEPS[part])
+            for part, replicas in COLUMNS.values()
+        ]
+        above = ["{:+.3f} ± {:.3f}".format(*above_reference(study, cell)) for cell in cells]
+        sent = dict.fromkeys(f"{share_of_all_reduce(cell):.2g}" for cell in cells)
+        lines.append([called, promise, LABELS[reference], *above, ", ".join(sent)])
+    head = ["", "the paper's promise", "beside", *COLUMNS, "bytes"]
+    return table(head, lines)
+
+
+def other_loss(study: Study, cell: Cell) -> str:
+    """Return a cell's loss, and what it is above that of what it is compared with."""
+    if cell not in study.rows:
+        return ""
+    losses = study.rows[cell]["test"]
+    if cell.algorithm not in OTHERS:
+        return loss(losses)
+    return "{:.3f} ({:+.3f} ± {:.3f})".format(np.mean(losses), *above_reference(study, cell))
+
+
+def above_reference(study: Study, cell: Cell) -> tuple[float, float]:
+    """Return what a cell's loss is above what it is compared with, and half of its interval."""
+    reference = OTHERS[cell.algorithm][1]
+    period = 1 if reference == ALL_REDUCE else cell.period if cell.period > 1 else 48
+    known = study.losses(cell.part, "adamw", cell.replicas, reference, period)
+    return interval(np.subtract(study.rows[cell]["test"], known).tolist())  # of the same seeds
+
+
+def share_of_all_reduce(cell: Cell) -> float:
+    """Return what a replica sends, over what an all-reduce in every update does, in a ring."""
+    name, replicas = cell.algorithm, cell.replicas
+    if name == DEMO:  # it passes on the parts of all others; an all-reduce, 2 (R - 1) / R of all
+        return DEMO_BYTES[cell.part] * replicas / (2 * 4 * PARAMETERS[cell.part])
+    if name == NOLOCO:
+        return replicas / (2 * (replicas - 1)) / cell.period
+    if name in (SPARTA, SPARTA_48):
+        return SHARES[name]
+    if name == SLOWMO_SPARTA:
+        return SHARES[name] * (1 - 1 / cell.period) + 1 / cell.period
+    moments = {LOCAL_ADAM: 2.0, DES_LOC: 1 / 3 + 1 / 6, DES_LOC_BOTH: 2 / 3}
+    return (1 + moments.get(name, 0)) / cell.period
+
+
 def edges(study: Study) -> tuple[int, int]:
     """Return how many cells chose the smallest or largest of a grid's values, and of how many."""
     found, tuned = 0, [row for row in study.rows.values() if "tuning" in row]
@@ -348,5 +461,7 @@ def all_tables(study: Study) -> dict[str, str]:
         "few-bits-sparse": in_codecs(study, SPARSE, CODED),
         "few-bits-muon": in_codecs(study, MUON, dict(list(CODED.items())[:1])),
         "inner-states": inner_states(study),
+        "others": others(study),
+        "promises": promises(study),
         "edges": "{} of {} rows".format(*edges(study)),
     }

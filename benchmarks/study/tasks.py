@@ -137,7 +137,7 @@ def language() -> Task:
             for name, part in halves.items()
         }
 
-    data = f"Python's source, {corpus.num_bytes} bytes, {corpus.contents.fingerprint[:16]}"
+    data = f"Python's source, {corpus.num_bytes} bytes, {corpus.fingerprint[:16]}"
     return Task(
         loss_fn, lambda seed: init_gpt(MODEL, seed), batches, held_out, final_seeds=5, data=data
     )

@@ -30,8 +30,13 @@ def des_loc(
         m_i <- mean of all m_i                 if t % (3 K) == 0
         v_i <- mean of all v_i                 if t % (6 K) == 0
 
-    Moments change slowly, v more so than m, so replicas that average them rarely train as if they
-    averaged them with the parameters. It is `js.local_sgd` with `inner_state` of such periods.
+    Averages of the parameters matter most, those of the moments only about as often as the moments
+    forget. It is `js.local_sgd` with `inner_state` of such periods: averages follow the update
+    (the paper's precede it), and clipping is the optimizer's.
+
+    An element of which one replica has seen no gradient, such as an embedding's row, has v = 0
+    there, and after an average of m alone the next step is m / eps. `moments={"mu": 3, "nu": 3}`
+    or an eps of 1e-4 avoids such steps ([docs/outer.md](#details)).
 
     Args:
       axis_name: mapped axis of the replicas.
@@ -54,7 +59,7 @@ def des_loc(
       + N / (6 K) per update.
 
     Source: Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training
-      Foundation Models", 2025, arXiv 2505.22549, algorithm 1.
+      Foundation Models", 2025, arXiv 2505.22549, algorithms 1 and 2.
     """
     schedule, moments = as_schedule(sync_every), {"mu": 3, "nu": 6} if moments is None else moments
     if not isinstance(moments, Mapping):

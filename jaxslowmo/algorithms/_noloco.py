@@ -61,7 +61,8 @@ def noloco(
       outer_learning_rate: step size of the outer step, >= 0.
       outer_momentum: factor of the previous v, in [0, 1).
       pull: strength of the pull towards the pair's mean anchor, >= 0; None is
-        `outer_learning_rate`, as in the authors' program, and sends half of the bytes.
+        `outer_learning_rate`, as in the authors' program, and sends half of the bytes. Above
+        `outer_momentum` it holds replicas together (the paper, appendix A).
       graph: the pairs, as in `js.sgp`; None is `js.topology.random_matching`, whose matchings all
         replicas know by its seed. Others do, too, if all nodes receive as much as they send.
       local_axis_name: axis of the L devices inside a replica; each of them then sends 1/L.
@@ -101,7 +102,7 @@ def noloco(
         plan = gossip_plan(owner, graph, None, push_sum=False, overlap=0)
         if not plan.rounds:  # a single node has no partner
             return algorithm
-        run = functools.partial(_outer_step, plan=plan, rates=(alpha, beta, gamma))
+        run = functools.partial(_outer_step, plan, (alpha, beta, gamma))
         event = Event(ROUND, schedule, run, group, forms=len(plan.rounds))
         return replace(algorithm, events=(event,))
 
@@ -118,12 +119,7 @@ def _first(params: PyTree) -> dict[str, Any]:
 
 
 def _outer_step(
-    carry: Carry,
-    replicas: ReplicaGroup,
-    context: UpdateContext,
-    *,
-    plan: GossipPlan,
-    rates: tuple[Any, Any, Any],
+    plan: GossipPlan, rates: Any, carry: Carry, replicas: ReplicaGroup, context: UpdateContext
 ) -> Carry:
     """Make an outer step with the partner of this round."""
     # `context.weight` is not read: an idle replica passes on the parameters that it holds.
@@ -144,9 +140,6 @@ def _outer_step(
     ahead = gossip.mixed(number, carry.params, one)
     velocity = jax.tree.map(new_velocity, local["velocity"], ahead, anchor, centre)
     anchor = jax.tree.map(jnp.add, anchor, velocity)
-    exchanges = increment(local["exchanges"])
-    return carry._replace(
-        params=anchor,
-        statistics=gossip.mixed_statistics(number, carry.statistics, one),
-        local={"anchor": anchor, "velocity": velocity, "exchanges": exchanges},
-    )
+    local = {"anchor": anchor, "velocity": velocity, "exchanges": increment(local["exchanges"])}
+    statistics = gossip.mixed_statistics(number, carry.statistics, one)
+    return carry._replace(params=anchor, statistics=statistics, local=local)

@@ -45,8 +45,9 @@ def sparta(
 
     Other elements of params are those of y. Each element is averaged about every B updates, at
     times that differ, so replicas stay close although an update sends little. All replicas draw
-    the same places from `seed` and t, so no places are sent. As `base` of `js.slowmo` it is
-    SPARTA-DiLoCo.
+    the same places from `seed` and t, so no places are sent. (The authors' program draws each
+    element by itself, and sends the places.) As `base` of `js.slowmo` it is SPARTA-DiLoCo, in the
+    authors' program with `momentum=0.9, slow_learning_rate=0.7, nesterov=True`.
 
     Args:
       axis_name: mapped axis of the replicas.

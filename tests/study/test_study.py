@@ -72,7 +72,7 @@ def small_grid(study, monkeypatch):
     monkeypatch.setitem(study.tasks.TASKS, "classifier", lambda: replace(task, final_seeds=2))
 
 
-@pytest.mark.parametrize("algorithm", ["slowmo", "diloco_average", "diloco_reset"])
+@pytest.mark.parametrize("algorithm", ["slowmo", "diloco_average", "noloco"])
 def test_a_row_is_tuned_and_trained_and_is_the_same_the_second_time(study, small_grid, algorithm):
     cell = study.rows.Cell("classifier", "sgd", 2, algorithm, 12, 40)
     row = study.train.row_of(cell)

@@ -85,7 +85,8 @@ def rda(*, where: Callable[[str], bool] | None = None) -> RadialDirectional:
 
         D = (sum w |v| / sum w) * unit(sum w unit(v)),   unit(v) = v / |v|
 
-    The mean of displacements in different directions is short; D is as long as they are.
+    The mean of displacements in different directions is short; D is as long as they are. Where all
+    cancel, D is 0; a leaf of one element moves by the vote of the signs.
 
     Args:
       where: function from a leaf's name, such as "block0/kernel", to whether this holds for it;
@@ -99,7 +100,8 @@ def rda(*, where: Callable[[str], bool] | None = None) -> RadialDirectional:
 
     Communication: in an outer step 4 bytes for each leaf, besides what the mean sends.
 
-    Source: Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training", 2026.
+    Source: Douillard et al., "Decoupled DiLoCo for Resilient Distributed Pre-training", 2026,
+      arXiv 2604.21428.
     """
     if where is not None and not callable(where):
         raise ArgumentError(
@@ -132,8 +134,8 @@ def norm_weighted(*, max_ratio: float = 10.0, damping: float = 0.0) -> NormWeigh
     Communication: in an outer step an all-gather of 4 bytes, besides what the mean sends.
 
     Source: Cheng et al., "EDiT: A Local-SGD-Based Efficient Distributed Training Method for Large
-      Language Models", ICLR 2025; there weights are exp(-|v|), and outliers those of a replica's
-      own past.
+      Language Models", ICLR 2025, arXiv 2412.07210; there each module has its own weights
+      exp(-|v|), and outliers are those of a replica's own past.
     """
     for name, value, least in (("max_ratio", max_ratio, 1), ("damping", damping, 0)):
         number = as_number(value)

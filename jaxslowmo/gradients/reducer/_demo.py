@@ -61,7 +61,8 @@ def demo(
       replica sends top_k * (2 + itemsize) bytes of a chunk: with the defaults 192 of the 16,384 of
       a chunk of a float32 matrix, and of the 256 of a vector's. A weight adds 8 bytes.
 
-    Source: Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", 2024.
+    Source: Peng, Quesnelle and Kingma, "DeMo: Decoupled Momentum Optimization", 2024, arXiv
+      2411.19870, version 1; github.com/bloc97/DeMo.
     """
     decay = as_number(compression_decay)
     if decay is None or not 0 <= decay < 1:

@@ -201,8 +201,8 @@ def step_kinds(
 
     Args:
       programs: the collectives of the program, of each level.
-      phases: all that are due together in some step: their events do not meet otherwise. Events
-        that are in none may meet any.
+      phases: all that occur, each the events that are due together in some step; () if they are
+        not known. Other events, of other transforms, may meet any.
     """
     known = dict.fromkeys(event for phase in phases for event in phase)
 
@@ -218,9 +218,15 @@ def step_kinds(
     order = dict.fromkeys([*known, *(name for name, _ in named)])
     unnamed = (None, True) in scopes
     if chosen:
+        # Events that send nothing, such as taking what is sent later, are in no kind.
+        occur = {frozenset({name for name, _ in named} & {*phase}) for phase in phases}
         together = {events for p in programs for events in _event_sets(p.block, can_meet)}
-        joined = ["+".join(e for e in order if e in events) for events in together]
-        kinds = ["local", *chosen, *static, *sorted(name for name in joined if "+" in name)]
+        several = sorted("+".join(e for e in order if e in x) for x in together if len(x) > 1)
+        kinds = [
+            kind
+            for kind in ("local", *chosen, *static, *several)
+            if not occur or {*kind.split("+")} & known.keys() in occur
+        ]
     elif (EVERY_PHASE, True) in scopes:
         kinds = ["local", EVERY_PHASE]
     else:

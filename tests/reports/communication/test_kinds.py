@@ -173,16 +173,26 @@ def test_branches_exclude_each_other_and_the_largest_counts(mapped):
         assert (row.count, row.bytes, row.conditional, row.in_loop) == (1, 3 * 4, True, False)
 
 
-def test_fragments_of_a_step_do_not_meet():
-    """They take turns; without the schedule twelve conditionals give 2^12 kinds."""
-    base = js.local_sgd("replica", sync_every=8)
-    sync = js.slowmo("replica", base=base, sync_every=24, fragments=12)
+AXIS = "replica"
+TWELVE = js.local_sgd(AXIS, sync_every=8)
+SYNCS = {
+    # Without the schedule twelve conditionals would give 2^12 kinds.
+    "fragments": js.slowmo(AXIS, base=TWELVE, sync_every=24, fragments=12),
+    "parts in flight": js.diloco(AXIS, sync_every=8, fragments=2, delay=2),
+    "moments with some averages": js.des_loc(AXIS, sync_every=4),
+    "an exchange in every update": js.slowmo(AXIS, base=js.sparta(AXIS), sync_every=8),
+    "rounds": js.noloco(AXIS, sync_every=2, graph=js.topology.ring),
+}
+
+
+@pytest.mark.parametrize("name", SYNCS)
+def test_the_kinds_of_a_traced_step_are_the_phases_that_occur(name):
     step = js.make_train_step(
         lambda params, batch: sum(w.sum() for w in params.values()) * batch.sum(),
-        optax.sgd(0.1),
-        sync=sync,
-        mesh=js.make_mesh({"replica": 4}),
+        optax.adam(0.1),
+        sync=SYNCS[name],
+        mesh=js.make_mesh({AXIS: 4}),
     )
     state = step.init({f"w{i}": jnp.ones(3) for i in range(12)})
     kinds = js.comm_report(step, state, jnp.ones(4)).kinds
-    assert {kind for kind in kinds if "+" in kind} == {f"average+slow {i}" for i in (3, 7, 11)}
+    assert {*kinds} == {"+".join(phase) or "local" for phase in step.sync.phases()}
