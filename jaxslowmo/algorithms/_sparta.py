@@ -79,6 +79,12 @@ def sparta(
         raise ArgumentError("share", f"{owner}: `share` must be a number in (0, 1], got {share!r}.")
     group = checked_group(owner, axis_name, local_axis_name, bucket_bytes, codec)
     check_sends_parameters(owner, codec)
+    if codec is not None and codec.error_feedback:
+        raise ArgumentError(
+            "codec",
+            f"{owner}: `codec` must have no error feedback, since the next exchange sends other "
+            f"elements, got {codec!r}.",
+        )
     seed = checked_int(f"{owner}: `seed`", seed, 0)
     run = functools.partial(_average, block=round(1 / number), seed=seed)
     event = Event("sample", as_schedule(sync_every), run, group)

@@ -140,6 +140,7 @@ BAD = {
     "`seed` must be an int >= 0": {"seed": -1},
     "`sync_every` counts updates": {"sync_every": 0},
     "parameters themselves are sent": {"codec": js.codecs.int8()},
+    "`codec` must have no error feedback": {"codec": js.codecs.float16(error_feedback=True)},
 }
 
 

@@ -67,7 +67,9 @@ TRANSFORMS = {
     "sgp in 16 bits": lambda: js.sgp("replica", graph=IRREGULAR, overlap=2, codec=BFLOAT16),
     "sgp on one round": lambda: js.sgp("replica", graph=js.topology.ring(4)),
     "sparta": lambda: js.sparta("replica", share=0.3, sync_every=2),
-    "sparta in 16 bits": lambda: js.sparta("replica", codec=BFLOAT16, bucket_bytes=8, sync_every=2),
+    "sparta in 16 bits": lambda: js.sparta(
+        "replica", codec=js.codecs.float16(), bucket_bytes=8, sync_every=2
+    ),
     "slowmo over sparta": lambda: js.slowmo(
         "replica", base=js.sparta("replica", share=0.3), sync_every=4
     ),
