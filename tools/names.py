@@ -25,7 +25,11 @@ IRREGULAR = set(
     "stored swept taken thought thrown told torn understood woven written".split()
 )
 VERBS = {"embed", "feed", "need", "seed"}
-KEPT: dict[str, str] = {}
+KEPT: dict[str, str] = {
+    "jaxslowmo/algorithms/outer/_aggregate.py:norm_weighted": "public: js.norm_weighted",
+    "jaxslowmo/transform/_algorithm.py:bound": "that of the algorithm, beside its field `bind`",
+    "jaxslowmo/transform/_parameter_transform.py:bound": "public: the transform for known axes",
+}
 """The names that stay, as FILE:NAME, and why."""
 
 

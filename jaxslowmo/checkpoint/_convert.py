@@ -13,7 +13,7 @@ from .._support.types import PyTree
 from ..gradients.precision import DynamicLossScaleState
 from ..mesh import Shares, numbered_key
 from ..train import ExchangingStep, TrainState, TrainStep
-from ..transform import Algorithm, ParameterTransform, is_state_of, shifted_copies
+from ..transform import Algorithm, ParameterTransform, is_state_of, shift_copies
 from ..tree import in_model_form, matching_suffix
 from ._algorithms import FLIGHT, in_form_of
 from ._arrays import host_print
@@ -320,7 +320,7 @@ def resized(
     # they are shifted by the difference of the parameters' consensus and their unweighted mean.
     shift = jax.tree.map(lambda a, b: a - b, params, move(state.params))
     held = exchange.gradients, state.opt_state, state.model_state
-    gradients, opt_state, model_state = shifted_copies(move(held), shift)
+    gradients, opt_state, model_state = shift_copies(move(held), shift)
     moved = TrainState(
         step=move(state.step),
         params=params,

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._support.types import PyTree
 from ..collectives.codecs import Codec
-from ..transform import Algorithm, ParameterTransform, around
+from ..transform import Algorithm, ParameterTransform, wrap_algorithm
 
 
 class IslandState(NamedTuple):
@@ -61,9 +61,9 @@ def _beside_place(base: Algorithm, *, keeps_lost: bool) -> Algorithm:
         zero, run = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.uint32)
         lost = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
         place = IslandState(run, zero, zero, lost if keeps_lost else ())
-        return {**around(base).local(params), "island": place}
+        return {**wrap_algorithm(base).local(params), "island": place}
 
     def bind(axis_sizes: Any, params: PyTree | None) -> Algorithm:
         return _beside_place(base.bound(axis_sizes, params), keeps_lost=keeps_lost)
 
-    return replace(around(base), local=local, owner="islands", bind=base.bind and bind)
+    return replace(wrap_algorithm(base), local=local, owner="islands", bind=base.bind and bind)

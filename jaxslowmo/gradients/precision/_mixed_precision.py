@@ -12,7 +12,7 @@ from ..._support.scopes import LOSS_SCALE
 from ..._support.types import PyTree
 from ...mesh import max_over
 from ...tracing import FullLoss
-from ...transform import known_states, remembered
+from ...transform import known_states, persistent_leaves
 from ...tree import all_finite, at_least_float32, cast, parts_of, zero_unless
 from .._leaves import divided, is_number
 
@@ -269,7 +269,7 @@ def unless_overflow(update: Update, axes: Iterable[str], weight: jax.Array | Non
     """
 
     def guarded(grads: PyTree, state: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
-        if not any(map(is_number, remembered(state))):
+        if not any(map(is_number, persistent_leaves(state))):
             return update(grads, state, *rest)
         overflow = anywhere(~all_finite(grads), axes, weight)
         means, after = update(zero_if(overflow, grads), state, *rest)

@@ -145,7 +145,7 @@ def reduce_plainly(
                 reduced.append(all_mean(flat, axes))
         return reduced
 
-    own = group.own(grads)
+    own = group.local(grads)
     if own.specs is None:
         leaves, treedef = jax.tree.flatten(grads)
         return treedef.unflatten(means(leaves, weight))
@@ -154,7 +154,7 @@ def reduce_plainly(
     def reduced(_: ReplicaGroup, grads: PyTree, weight: jax.Array | None) -> list[PyTree]:
         return [buckets.unpack(means(buckets.pack(grads, role=GRADIENTS), weight))]
 
-    return group.run(reduced, [own, group.alike(weight)], own)[0]
+    return group.run(reduced, [own, group.equal(weight)], own)[0]
 
 
 def reduce_with_hook(
@@ -176,7 +176,7 @@ def reduce_with_hook(
     if weight is not None:
         total = total_weight(weight, axes)
         factor = relative_weight(weight, total, axes, idle_as_zeros=divide_by_initial)
-    buckets, own = layout.planned(grads, group, ready_order), group.own(grads)
+    buckets, own = layout.planned(grads, group, ready_order), group.local(grads)
     holds_none = not jax.tree.leaves(states)
 
     def reduced(
@@ -200,7 +200,7 @@ def reduce_with_hook(
         return [buckets.unpack(results), _of_devices(own, tuple(after))]
 
     held = Arrays(states, [_over_devices(own)] * len(jax.tree.leaves(states)))
-    given = [own, held, group.alike(factor), group.alike(count)]
+    given = [own, held, group.equal(factor), group.equal(count)]
     grads, after = group.run(reduced, given, own, held, packs=True)
     return grads, states if holds_none else after
 
@@ -212,7 +212,7 @@ def init_hook(
 
     They differ between replicas and devices.
     """
-    buckets, own = layout.planned(params, group), group.own(params)
+    buckets, own = layout.planned(params, group), group.local(params)
 
     def init(_: ReplicaGroup, params: PyTree) -> list[HookStates]:
         del params

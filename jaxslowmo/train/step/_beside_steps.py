@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from ..._support.types import AxisName, Phase, PyTree
 from ...mesh import AnyMesh, axis_names, map_replicas
-from ...transform import Overlapped
+from ...transform import OverlappedExchange
 from .._batches import is_of_processes, processes_of
 from .._train_state import TrainState
 from ._states import of_one_replica
@@ -57,7 +57,7 @@ class BesideSteps:
       axis_name: the replica axis, or several.
     """
 
-    def __init__(self, spec: Overlapped, mesh: AnyMesh, axis_name: AxisName) -> None:
+    def __init__(self, spec: OverlappedExchange, mesh: AnyMesh, axis_name: AxisName) -> None:
         self._spec, self._mesh, self._axis_name = spec, mesh, axis_name
         self.is_beside = runs_beside(mesh, axis_name)
         # Results, finished or not, with the counters of the states whose updates they run beside,
@@ -66,7 +66,7 @@ class BesideSteps:
 
     def phase(self, phase: Phase) -> Phase:
         """Return the phase of an update's program: without what runs beside it."""
-        sends = self._spec.sends(phase) if self.is_beside else ()
+        sends = self._spec.sending_events(phase) if self.is_beside else ()
         return tuple(event for event in phase if event not in sends)
 
     def before(self, state: TrainState, phase: Phase, t: int, *, is_known: bool) -> TrainState:
@@ -82,23 +82,23 @@ class BesideSteps:
           with a restored state makes.
         """
         local = state.exchange.local
-        for event in self._spec.sends(phase):
+        for event in self._spec.sending_events(phase):
             if not self.is_beside:
                 state = state if is_known else self._completed(state, event, t)
                 continue
             result = self._result_for(state, event)
             if result is None:
-                result = self._started(self._spec.sent(local, event))
+                result = self._started(self._spec.values_to_send(local, event))
                 self._note(state, event, result)
-            if self._spec.ends(phase, event):
+            if self._spec.is_applied(phase, event):
                 state = self._with(result, state, event)
         return state
 
     def after(self, old: TrainState, new: TrainState, phase: Phase) -> None:
         """Hand on what is under way to the state after the update."""
-        for event in self._spec.sends(phase):
+        for event in self._spec.sending_events(phase):
             result = self._result_for(old, event)
-            if result is not None and not self._spec.ends(phase, event):
+            if result is not None and not self._spec.is_applied(phase, event):
                 self._note(new, event, result)
 
     def _result_for(self, state: TrainState, event: str) -> PyTree | None:
@@ -119,7 +119,7 @@ class BesideSteps:
     def _with(self, result: PyTree, state: TrainState, event: str) -> TrainState:
         """Wait for the result of an exchange, and return the state with it."""
         jax.block_until_ready(result)
-        local = self._spec.put(state.exchange.local, event, result)
+        local = self._spec.with_values(state.exchange.local, event, result)
         return state._replace(exchange=state.exchange._replace(local=local))
 
     def _completed(self, state: TrainState, event: str, t: int) -> TrainState:
@@ -128,7 +128,7 @@ class BesideSteps:
         is_behind = self._spec.is_behind(jax.tree.map(of_one_replica, local), event, t)
         if not is_behind or not _holds_whole_replicas(self._mesh, self._axis_name):
             return state
-        return self._with(self._exchange(self._spec.sent(local, event)), state, event)
+        return self._with(self._exchange(self._spec.values_to_send(local, event)), state, event)
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:

@@ -144,7 +144,7 @@ class Phases:
         updates, skipped = int(of_one_replica(counter)), 0
         if self.sync is not None:
             local = jax.tree.map(of_one_replica, state.exchange.local)
-            skipped = int(self.sync.algorithm.skipped(local, updates))
+            skipped = int(self.sync.algorithm.skip_count(local, updates))
         counts = UpdateCounts(updates, skipped)
         self._counts.note(counts, counter)
         return counts

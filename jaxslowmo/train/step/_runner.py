@@ -17,7 +17,7 @@ from ..._support.types import CompilerOptions, Phase, PyTree
 from ...embedding import Ahead, Carry, Embeddings
 from ...mesh import AnyMesh, device_mesh, inner_specs, model_axes, with_a_device_each
 from ...tracing import ready_order
-from ...transform import ReplicaGroup, of_one, shardings
+from ...transform import ReplicaGroup, replica_types, shardings
 from ...tree import leaf_names
 from .._batches import HostBatch, Placing, as_arrays, on_devices
 from .._hyperparams import NumberPlaces, number_places, replace_numbers
@@ -242,9 +242,9 @@ class Runner:
             group = sync.algorithm.groups[-1]
         own = state._replace(exchange=state.exchange._replace(shared=()))
         own, shared = shardings(
-            of_one(own),
+            replica_types(own),
             state.exchange.shared,
-            of_one(state.params),
+            replica_types(state.params),
             group,
             param_specs=self.layout.specs,
             **where,
@@ -262,7 +262,7 @@ class Runner:
     def _use(self, layout: Layout, state: TrainState) -> None:
         update = self.parts.laid_out(layout)
         if update.sync is not None and update.sync.algorithm.needs:
-            sync = update.sync.bound(dict(self.mesh.shape), of_one(state.params))
+            sync = update.sync.bound(dict(self.mesh.shape), replica_types(state.params))
             update = replace(update, sync=sync)
         self.update, self.layout, self.phases.sync = update, layout, update.sync
         overlapped = None if update.sync is None else update.sync.algorithm.overlapped
