@@ -26,6 +26,7 @@ IRREGULAR = (
 )
 VERBS = {"embed", "feed", "need", "seed"}
 KEPT: dict[str, str] = {
+    "jaxslowmo/algorithms/outer/_aggregate.py:norm_weighted": "public: js.norm_weighted",
     "jaxslowmo/checkpoint/_checkpoints.py:written": "public: a method of `Checkpoints`",
     "jaxslowmo/embedding/_bags.py:jagged": "public: the word of torchrec",
     "jaxslowmo/embedding/_embeddings.py:over": "public: a method of `js.Table`'s results",
@@ -40,6 +41,8 @@ KEPT: dict[str, str] = {
     "jaxslowmo/train/step/_in_flight.py:bounded": "public",
     "jaxslowmo/train/step/_train_step.py:compiled": "public: the programs that were compiled",
     "jaxslowmo/train/step/_train_step.py:placed": "public",
+    "jaxslowmo/transform/_algorithm.py:bound": "that of the algorithm, beside its field `bind`",
+    "jaxslowmo/transform/_parameter_transform.py:bound": "public: the transform for known axes",
 }
 """The names that stay, as FILE:NAME, and why."""
 

@@ -55,8 +55,8 @@ def part_to_send(
     return jax.tree.map(add, displaced, residual) if has_leaves(residual) else displaced, anyone
 
 
-def kept(codec: Codec, lost: PyTree) -> PyTree:
-    """Return what a codec keeps of what was lost: () without error feedback.
+def next_residual(codec: Codec, lost: PyTree) -> PyTree:
+    """Return the residual after an exchange, of what it lost: () without error feedback.
 
     What is not finite becomes 0, so that one bad update has no lasting effect.
     """

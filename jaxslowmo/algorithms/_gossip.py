@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.checks import ArgumentError
 from .._support.types import PyTree
-from ..collectives import in_slices, permute
+from ..collectives import exchange_in_slices, permute
 from ..collectives.codecs import Half
 from ..mesh import Shares
 from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds, weights_move
@@ -142,11 +142,11 @@ class Gossip:
     """The exchanges of a plan.
 
     Attributes:
-      over: axis of the nodes, and the pieces in which they send.
+      group: axis of the nodes, and the pieces in which they send.
       plan: the messages of each exchange.
     """
 
-    over: ReplicaGroup
+    group: ReplicaGroup
     plan: GossipPlan
 
     def exchange(
@@ -161,33 +161,35 @@ class Gossip:
           over `axis_name`, in the dtype of a codec that narrows it, and of 4 bytes of w if weights
           differ.
         """
-        over = self.over
+        group = self.group
         floats = jnp.zeros([], jnp.float32), jnp.zeros([], jnp.result_type(float))
-        results = over.own(like), *(over.own(x, [P()]) for x in floats)
+        results = group.local(like), *(group.local(x, [P()]) for x in floats)
         values = jax.tree.map(lambda x, y: cast(x, y.dtype), values, like)
-        given = [over.own(values), over.own(weight, [P()])]
+        given = [group.local(values), group.local(weight, [P()])]
         known = number if isinstance(number, int) else None
         if known is None:  # the state knows which exchange this is
-            given.append(over.own(number, [P()]))
+            given.append(group.local(number, [P()]))
 
         def run(group: ReplicaGroup, values: PyTree, weight: jax.Array, *index: Any) -> list[Any]:
-            gossip = dataclasses.replace(self, over=group)
+            gossip = dataclasses.replace(self, group=group)
             return gossip._exchange(known if known is not None else index[0], values, weight)
 
-        mean, received, kept = over.run(run, given, *results, packs=True)
+        mean, received, kept = group.run(run, given, *results, packs=True)
         return Arrival(mean, received), kept
 
-    def mixed(self, number: int | jax.Array, values: PyTree, weight: jax.Array) -> PyTree:
+    def mix(self, number: int | jax.Array, values: PyTree, weight: jax.Array) -> PyTree:
         """Return the mean of this node's values and those of its in-peers, in their dtypes.
 
         Communication: that of `exchange`.
         """
         arrival, kept = self.exchange(number, values, weight, like=values)
         after = weight_after(kept, weight, arrival)
-        new = landed(values, values, arrival, kept, weight, after, self.over.codec, like=values)
+        new = params_after_mixing(
+            values, values, arrival, kept, weight, after, self.group.codec, like=values
+        )
         return jax.tree.map(lambda x, old: x.astype(old.dtype), new, values)
 
-    def mixed_statistics(
+    def mix_statistics(
         self, number: int | jax.Array, statistics: list[Any], weight: jax.Array
     ) -> list[Any]:
         """Return the mixtures of model state, which is sent as it is.
@@ -199,8 +201,9 @@ class Gossip:
         """
         if not statistics:
             return statistics
-        plain = self.over.plain.over(local_axis_name=self.over.local_axis_name)
-        return dataclasses.replace(self, over=plain).mixed(number, statistics, weight)
+        local = self.group.local_axis_name
+        plain = dataclasses.replace(self.group.plain, local_axis_name=local)
+        return dataclasses.replace(self, group=plain).mix(number, statistics, weight)
 
     def _exchange(self, number: int | jax.Array, values: PyTree, weight: jax.Array) -> list[Any]:
         """Return mean, weight and kept share, where the axes are mapped."""
@@ -209,21 +212,21 @@ class Gossip:
             with phase_scope(round_event(index)):
                 return self._run(self.plan.rounds[index], *operand, packing)
 
-        codec = self.over.codec
+        codec = self.group.codec
 
-        def encoded(buffer: Buffer, flat: jax.Array) -> jax.Array:
+        def encode(buffer: Buffer, flat: jax.Array) -> jax.Array:
             if isinstance(codec, Half) and codec.narrows(buffer.dtype):
                 return codec.part(flat)[0]
             return flat
 
         # Packed outside the switch, so that each of its branches holds only a few collectives.
-        packing = packing_of(values, self.over)
+        packing = packing_of(values, self.group)
         size = len(self.plan.rounds)
         flats, received, kept = run_one_of(
             number % size,
             [functools.partial(run, i) for i in range(size)],
-            (packing.pack(values, encoded, role="round"), weight),
-            axes=self.over.bound_axes,
+            (packing.pack(values, encode, role="round"), weight),
+            axes=self.group.bound_axes,
         )
         return [packing.unpack(flats), received.astype(jnp.float32), kept]
 
@@ -232,7 +235,7 @@ class Gossip:
     ) -> tuple[Flats, jax.Array, jax.Array]:
         # Weights that are equal on all nodes need not be sent.
         weights = [
-            permute(weight, self.over.axis_name, p) if self.plan.weight_differs else weight
+            permute(weight, self.group.axis_name, p) if self.plan.weight_differs else weight
             for p in round_.permutations
         ]
         shares = jnp.stack(
@@ -246,7 +249,7 @@ class Gossip:
         parts = shares / jnp.where(received == 0, 1, received)
 
         def mean_of_peers(part: jax.Array, parts: jax.Array, dtype: np.dtype) -> jax.Array:
-            arrived = [permute(part, self.over.axis_name, p) for p in round_.permutations]
+            arrived = [permute(part, self.group.axis_name, p) for p in round_.permutations]
             # Summed in at least float32, and rounded to the parameters' dtype once, at the end.
             first = arrived[0].astype(at_least_float32(dtype))
             mean = first
@@ -259,8 +262,8 @@ class Gossip:
             # A collective-permute of an empty array is not allowed.
             if flat.size == 0:
                 return flat.astype(buffer.dtype)
-            local = self.over.local_axis_name
-            return in_slices(flat, local, lambda x: mean_of_peers(x, parts, buffer.dtype))
+            local = self.group.local_axis_name
+            return exchange_in_slices(flat, local, lambda x: mean_of_peers(x, parts, buffer.dtype))
 
         return packing.map(exchange, flats), received, self._local_entry(round_.kept)
 
@@ -269,7 +272,7 @@ class Gossip:
         # A constant if all nodes have the same: regular graphs then need no table and axis index.
         if np.all(per_node == per_node[0]):
             return jnp.asarray(float(per_node[0]))
-        return jnp.asarray(per_node)[lax.axis_index(self.over.axis_name)]
+        return jnp.asarray(per_node)[lax.axis_index(self.group.axis_name)]
 
 
 ROUND = "round"
@@ -280,14 +283,14 @@ def round_event(index: int) -> str:
     return f"{ROUND} {index}"
 
 
-def divided(tree: PyTree, weight: jax.Array) -> PyTree:
+def divide(tree: PyTree, weight: jax.Array) -> PyTree:
     """Return `tree / weight` in the leaves' dtypes, for a scalar weight > 0."""
     # No leaf is in half precision: updates and numerators are at least float32.
     in_dtype = cached_cast(weight)
     return jax.tree.map(lambda x: x / in_dtype(x.dtype), tree)
 
 
-def pulled(params: PyTree, local: PyTree, arrival: Arrival, share: jax.Array) -> PyTree:
+def mix_arrival(params: PyTree, local: PyTree, arrival: Arrival, share: jax.Array) -> PyTree:
     """Return `params` moved by `share` of the way from `local` to the received mean.
 
     With share = (received weight) / (weight afterwards) this is push-sum's new estimate: the mean
@@ -309,7 +312,7 @@ def weight_after(kept: jax.Array, weight: jax.Array, arrival: Arrival) -> jax.Ar
     return kept * weight.astype(kept.dtype) + arrival.weight.astype(kept.dtype)
 
 
-def unsent(values: PyTree, codec: Half, like: PyTree) -> PyTree:
+def codec_residual(values: PyTree, codec: Half, like: PyTree) -> PyTree:
     """Return the residual of encoding `values`, which a node does not send, like `like`.
 
     Communication: none.
@@ -322,7 +325,7 @@ def unsent(values: PyTree, codec: Half, like: PyTree) -> PyTree:
     return jax.tree.map(residual, values, like)
 
 
-def pulled_with_residual(
+def mix_arrival_with_residual(
     params: PyTree,
     local: PyTree,
     residual: PyTree,
@@ -332,7 +335,7 @@ def pulled_with_residual(
     share: jax.Array,
     sent_share: jax.Array,
 ) -> PyTree:
-    """Return the parameters of `pulled` for a node that keeps the residual of the value it sent.
+    """Return the parameters of `mix_arrival` of a node that keeps the residual of what it sent.
 
     With z = `local` and r = `residual` the peers received z - r. The numerator keeps r times the
     weight that was sent with it, so that the sum over all nodes does not change:
@@ -365,7 +368,7 @@ def pulled_with_residual(
     return jax.tree.map(pull, params, local, residual, arrival.mean)
 
 
-def landed(
+def params_after_mixing(
     params: PyTree,
     local: PyTree,
     arrival: Arrival,
@@ -390,10 +393,10 @@ def landed(
     """
     share = arrival.weight.astype(after.dtype) / after
     if not isinstance(codec, Half):
-        return pulled(params, local, arrival, share)
-    residual = unsent(local, codec, like)
+        return mix_arrival(params, local, arrival, share)
+    residual = codec_residual(local, codec, like)
     sent_share = (1 - kept) * weight.astype(kept.dtype) / after
-    return pulled_with_residual(
+    return mix_arrival_with_residual(
         params, local, residual, arrival, codec, share=share, sent_share=sent_share
     )
 

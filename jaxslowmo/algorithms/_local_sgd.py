@@ -25,17 +25,17 @@ from ..transform import (
     ReplicaGroup,
     UpdateContext,
     as_schedule,
-    changed_moments,
     checked_group,
     moment_events,
-    rounded,
+    rounded_params,
+    update_moments,
 )
 from ..tree import subtract, widen_updates
 from ._error_feedback import (
     ErrorFeedback,
     check_sends_parameters,
     first_memory,
-    kept,
+    next_residual,
     part_to_send,
 )
 from .outer import Fragments, outer_algorithm
@@ -121,7 +121,7 @@ def local_sgd(
         (Event("average", schedule, run, group, True, inner_state=change), *of_moments),
         (group,),
         local=lambda params: {"sent": first_memory(codec, params, has_reference=True)},
-        move=_moved_reference,
+        move=_move_reference,
         owner=owner,
     )
     return ParameterTransform(algorithm)
@@ -173,7 +173,7 @@ def hierarchical_local_sgd(
             checked_group(owner, axes, None, bucket_bytes, codec),
             replaces=True,
         )
-        for axes, schedule in _nested(owner, sync_every)
+        for axes, schedule in _nested_groups(owner, sync_every)
     ]
     return ParameterTransform(_averages(owner, events))
 
@@ -201,7 +201,7 @@ def average(
     #   x_{t+1}^k = 1/K sum_j (x_t^j - eta_t grad f(x_t^j))            if t + 1 is in H
     # Here the optimizer's update stands for -eta_t grad f, so the mean is that of y, where
     # y = x + update. It is sent in the leaves' dtypes, if no codec narrows it further.
-    mean = replicas.mean(rounded(carry), context.weight, role="average")
+    mean = replicas.mean(rounded_params(carry), context.weight, role="average")
     new = carry._replace(params=widen_updates(mean))
     return _with_means(carry, new, replicas, context, inner_state)
 
@@ -216,7 +216,7 @@ def _average_in_codec(
     parts, anyone = part_to_send(away, sent.residual, replicas, context.weight)
     mean, lost = replicas.mean_in_codec(parts, role="average")
     reference = jax.tree.map(subtract, sent.reference, mean)
-    params, after = reference, ErrorFeedback(kept(codec, lost), reference)
+    params, after = reference, ErrorFeedback(next_residual(codec, lost), reference)
     if anyone is not None:  # if all replicas have run out of data, all stays as it is
         choose = functools.partial(jnp.where, anyone)
         params, after = jax.tree.map(choose, (params, after), (carry.params, sent))
@@ -235,16 +235,18 @@ def _with_means(
     # Layouts, buckets and codec are those of parameters, so statistics are sent without.
     means = replicas.plain.mean(carry.statistics, context.weight)
     carry = carry._replace(statistics=means)
-    return changed_moments(old, carry, replicas, context, inner_state)
+    return update_moments(old, carry, replicas, context, inner_state)
 
 
-def _moved_reference(local: Any, move: Callable[[PyTree], PyTree]) -> Any:
+def _move_reference(local: Any, move: Callable[[PyTree], PyTree]) -> Any:
     """Return the local state where replicas measure from where they were moved to."""
     sent = local["sent"]
     return local | {"sent": sent._replace(reference=move(sent.reference))}
 
 
-def _nested(owner: str, sync_every: Mapping[AxisName, int | Every]) -> list[tuple[AxisName, Every]]:
+def _nested_groups(
+    owner: str, sync_every: Mapping[AxisName, int | Every]
+) -> list[tuple[AxisName, Every]]:
     """Return the groups with their schedules, smallest first."""
     if not isinstance(sync_every, Mapping) or not sync_every:
         raise ArgumentError(

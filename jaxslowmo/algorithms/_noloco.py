@@ -131,15 +131,15 @@ def _outer_step(
     #   delta <- alpha delta + beta mean(theta - phi) + gamma (mean(phi) - phi)
     #   phi <- phi + delta
     # With gamma = beta mean(phi) cancels, and theta alone is sent: beta (mean(theta) - phi).
-    centre = anchor if gamma is None else gossip.mixed(number, anchor, one)
+    centre = anchor if gamma is None else gossip.mix(number, anchor, one)
 
     def new_velocity(v: jax.Array, theta: jax.Array, phi: jax.Array, c: jax.Array) -> jax.Array:
         v = times(alpha, v) + times(beta, theta - c)
         return v if gamma is None else v + times(gamma, c - phi)
 
-    ahead = gossip.mixed(number, carry.params, one)
+    ahead = gossip.mix(number, carry.params, one)
     velocity = jax.tree.map(new_velocity, local["velocity"], ahead, anchor, centre)
     anchor = jax.tree.map(jnp.add, anchor, velocity)
     local = {"anchor": anchor, "velocity": velocity, "exchanges": increment(local["exchanges"])}
-    statistics = gossip.mixed_statistics(number, carry.statistics, one)
+    statistics = gossip.mix_statistics(number, carry.statistics, one)
     return carry._replace(params=anchor, statistics=statistics, local=local)

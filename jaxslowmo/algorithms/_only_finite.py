@@ -16,10 +16,10 @@ from ..transform import (
     ParameterTransform,
     ReplicaGroup,
     UpdateContext,
-    around,
     phase_scope,
-    rounded,
+    rounded_params,
     run_if,
+    wrap_algorithm,
 )
 from ..tree import all_finite
 
@@ -72,16 +72,16 @@ def only_finite(inner: ParameterTransform, *others: object, **named: object) -> 
 
 def _only_finite(inner: Algorithm) -> Algorithm:
     """Return the algorithm, each of whose exchanges all replicas permit first."""
-    base = around(inner)
+    base = wrap_algorithm(inner)
 
     def local(params: PyTree) -> dict[str, Any]:
         # All replicas count the same, since all receive the same answer.
         return {"refused": jnp.zeros([], jnp.int32), **base.local(params)}
 
-    def checked(event: Event) -> Event:
+    def add_check(event: Event) -> Event:
         def run(carry: Carry, replicas: ReplicaGroup, context: UpdateContext) -> Carry:
             with phase_scope(event.name if event.forms is None else EVERY_PHASE):
-                allowed, local = permit(carry, replicas.over(inner.axes))
+                allowed, local = permit(carry, replace(replicas, axis_name=inner.axes))
             before = carry.before
 
             def exchange(carry: Carry) -> Carry:
@@ -103,7 +103,7 @@ def _only_finite(inner: Algorithm) -> Algorithm:
 
     return replace(
         base,
-        events=tuple(map(checked, base.events)),
+        events=tuple(map(add_check, base.events)),
         local=local,
         owner="only_finite",
         permit=permit,
@@ -118,6 +118,6 @@ def permit(carry: Carry, replicas: ReplicaGroup) -> tuple[jax.Array, Any]:
     Communication: one all-reduce of 4 bytes.
     """
     # Replicas agree on a flag and not on values, so that no NaN is sent.
-    allowed = replicas.agree(all_finite((rounded(carry), carry.statistics)))
+    allowed = replicas.agree(all_finite((rounded_params(carry), carry.statistics)))
     refused = carry.local["refused"] + (~allowed).astype(jnp.int32)
     return allowed, carry.local | {"refused": refused}

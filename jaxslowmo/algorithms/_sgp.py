@@ -33,10 +33,10 @@ from ._gossip import (
     Gossip,
     GossipPlan,
     PushSumState,
-    divided,
+    divide,
     gossip_plan,
-    landed,
     on_graph,
+    params_after_mixing,
     weight_after,
 )
 
@@ -101,7 +101,7 @@ def sgp(
     graph = npeer_directed_exponential if graph is None else graph
     algorithm = Algorithm(
         groups=(group,),
-        local=functools.partial(_first, overlap=overlap),
+        local=functools.partial(_first_state, overlap=overlap),
         mass=_mass,
         owner="sgp",
         count=lambda local: int(local.exchanges),
@@ -111,21 +111,21 @@ def sgp(
         plan = gossip_plan("sgp", graph, mixing, push_sum=push_sum, overlap=overlap)
         if not plan.rounds:  # a single node has no peers
             return algorithm
-        run = functools.partial(_exchanged, plan=plan, overlap=overlap)
+        run = functools.partial(_exchange, plan=plan, overlap=overlap)
         event = Event(ROUND, every(1), run, group, replaces=True, forms=len(plan.rounds))
         return replace(
             algorithm,
             events=(event,),
             reset=_reset,
             counts_alike=not plan.weight_moves,
-            begin=_scaled if plan.weight_moves else None,
-            move=_moved_in_flight,
+            begin=_scale_updates if plan.weight_moves else None,
+            move=_move_in_flight,
         )
 
     return ParameterTransform(on_graph(algorithm, graph, of_graph))
 
 
-def _first(params: PyTree, *, overlap: int) -> PushSumState:
+def _first_state(params: PyTree, *, overlap: int) -> PushSumState:
     """Return the first state: weight 1, nothing in flight."""
     # With overlap k a message arrives k - 1 exchanges later, so at first nothing arrives. Every
     # entry has its own arrays, so that a whole state can be donated.
@@ -136,13 +136,13 @@ def _first(params: PyTree, *, overlap: int) -> PushSumState:
     return PushSumState(jnp.zeros([], jnp.int32), jnp.ones([], jnp.float32), in_flight)
 
 
-def _scaled(updates: PyTree, local: Any, shared: Any, context: UpdateContext) -> Any:
+def _scale_updates(updates: PyTree, local: Any, shared: Any, context: UpdateContext) -> Any:
     """Return the updates of the parameters: x moves by u, and so params = x / w by u / w."""
     del context
-    return divided(updates, local.weight), local, shared
+    return divide(updates, local.weight), local, shared
 
 
-def _exchanged(
+def _exchange(
     carry: Carry,
     replicas: ReplicaGroup,
     context: UpdateContext,
@@ -170,7 +170,7 @@ def _exchanged(
     w = local.weight if moves else jnp.ones([], jnp.float32)
     arrival, kept = gossip.exchange(number, values, w, like=params)
     # Model state has the same weights and is never late.
-    statistics = gossip.mixed_statistics(number, carry.statistics, w)
+    statistics = gossip.mix_statistics(number, carry.statistics, w)
     in_flight = local.in_flight
     if overlap > 1:
         # Weight is late too: what is in flight is missing from w until it arrives with z.
@@ -184,7 +184,7 @@ def _exchanged(
         wide = widen_updates(params)
         step = jax.tree.map(lambda a, b: ratio.astype(a.dtype) * subtract(a, b), y, wide)
         y = jax.tree.map(add, wide, step)
-    y = landed(y, values, arrival, kept, w, after, replicas.codec, like=params)
+    y = params_after_mixing(y, values, arrival, kept, w, after, replicas.codec, like=params)
     local = PushSumState(increment(local.exchanges), after.astype(jnp.float32), in_flight)
     return carry._replace(params=y, statistics=statistics, local=local)
 
@@ -203,7 +203,7 @@ def _reset(local: PushSumState) -> PushSumState:
     return local._replace(weight=jnp.ones_like(local.weight), in_flight=in_flight)
 
 
-def _moved_in_flight(local: PushSumState, move: Callable[[PyTree], PyTree]) -> PushSumState:
+def _move_in_flight(local: PushSumState, move: Callable[[PyTree], PyTree]) -> PushSumState:
     """Return the state after nodes moved their parameters, and what is under way with them."""
     # Weights stay: what is under way moves alike, so sum x / sum w moves with it.
     return local._replace(in_flight=tuple(x._replace(mean=move(x.mean)) for x in local.in_flight))

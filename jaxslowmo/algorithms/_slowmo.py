@@ -255,9 +255,9 @@ def _outer_rate(learning_rate: LearningRate) -> OuterRate:
     if callable(learning_rate):
         schedule = learning_rate
         # Rates that may grow again are observed in every update; see `slow_momentum`.
-        return OuterRate(lambda count, given: jnp.asarray(schedule(count)), _observed)
+        return OuterRate(lambda count, given: jnp.asarray(schedule(count)), _observe_rate)
     if learning_rate == "optimizer":
-        return OuterRate(_passed_rate, _observed, True, lambda state: state.last_rate)
+        return OuterRate(_passed_rate, _observe_rate, True, lambda state: state.last_rate)
     if isinstance(learning_rate, str):
         raise ValueError(
             'slowmo: `learning_rate` must be a number, a schedule, "optimizer" or None, got '
@@ -284,7 +284,7 @@ def _passed_rate(count: jax.Array, given: Any) -> jax.Array:
     return rate
 
 
-def _observed(state: SlowMomentumState, gamma: jax.Array) -> SlowMomentumState:
+def _observe_rate(state: SlowMomentumState, gamma: jax.Array) -> SlowMomentumState:
     """Return the state after any update at this rate, since the next `velocity` includes it."""
     return state._replace(since=jnp.maximum(state.since, _rate(gamma)))
 

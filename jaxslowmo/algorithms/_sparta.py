@@ -115,8 +115,8 @@ def _average(
         ]
         return [treedef.unflatten(new)]
 
-    y, whole = replicas.own(carry.params), [P()]
-    count, weight = replicas.own(context.count, whole), replicas.own(context.weight, whole)
+    y, whole = replicas.local(carry.params), [P()]
+    count, weight = (replicas.local(x, whole) for x in (context.count, context.weight))
     params = replicas.run(run, [y, count, weight], y, packs=True)[0]
     means = replicas.plain.mean(carry.statistics, context.weight)
     return carry._replace(params=params, statistics=means)

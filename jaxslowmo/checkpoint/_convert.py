@@ -13,7 +13,7 @@ from .._support.types import PyTree
 from ..gradients.precision import DynamicLossScaleState
 from ..mesh import Shares, fold_in_number
 from ..train import ExchangingStep, TrainState, TrainStep
-from ..transform import Algorithm, ParameterTransform, is_state_of, shifted_copies
+from ..transform import Algorithm, ParameterTransform, is_state_of, shift_copies
 from ..tree import in_model_form, matching_suffix
 from ._algorithms import FLIGHT, convert_exchange_state
 from ._arrays import host_fingerprint
@@ -335,7 +335,7 @@ def resize_replicas(
     # they are shifted by the difference of the parameters' consensus and their unweighted mean.
     shift = jax.tree.map(lambda a, b: a - b, params, resize(state.params))
     held = exchange.gradients, state.opt_state, state.model_state
-    gradients, opt_state, model_state = shifted_copies(resize(held), shift)
+    gradients, opt_state, model_state = shift_copies(resize(held), shift)
     result = TrainState(
         step=resize(state.step),
         params=params,

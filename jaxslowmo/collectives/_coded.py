@@ -9,11 +9,11 @@ from jax import lax
 from .._support.types import AxisName
 from ..mesh import axis_size, is_device_axis, sum_over
 from ._permute import all_gather_under_vmap
-from ._scatter import gather_slices, in_slices, scatter_mean_of
+from ._scatter import exchange_in_slices, gather_slices, scatter_mean_of
 from .codecs import Codec
 
 
-def exchange(packed: jax.Array, axis_name: AxisName) -> jax.Array:
+def all_to_all(packed: jax.Array, axis_name: AxisName) -> jax.Array:
     """Send entry i of `packed` to replica i, and return the entries from all replicas, in order.
 
     Args:
@@ -48,7 +48,8 @@ def mean_in_codec(
       flat: array `(n,)`, at least float32; with a codec that is not sparse it is sent from float32.
       axis_name: mapped axis, or several, of R replicas.
       codec: format of the numbers that are sent.
-      local_axis_name: axis of L devices inside a replica, which hold equal `flat`; see `in_slices`.
+      local_axis_name: axis of L devices inside a replica, which hold equal `flat`; see
+        `exchange_in_slices`.
       key: PRNG key for stochastic rounding, equal on all replicas; None rounds to nearest.
 
     Returns:
@@ -67,7 +68,7 @@ def mean_in_codec(
     def both(part: jax.Array) -> tuple[jax.Array, ...]:
         return tuple(x.reshape(part.shape) for x in mean(part.reshape(-1), axis_name, codec, key))
 
-    return in_slices(flat, local_axis_name, both)
+    return exchange_in_slices(flat, local_axis_name, both)
 
 
 def _dense_mean(
@@ -103,7 +104,7 @@ def _mean_of_chunk(
     sent = codec.encode(chunks, key)
     me = lax.axis_index(axis_name)
     is_mine = (jnp.arange(replicas, dtype=me.dtype) == me)[:, None]
-    parts = jnp.where(is_mine, chunks, codec.decode(exchange(sent, axis_name), per))
+    parts = jnp.where(is_mine, chunks, codec.decode(all_to_all(sent, axis_name), per))
     lost = jnp.where(is_mine, 0, chunks - codec.decode(sent, per))
     return jnp.sum(parts, axis=0) / replicas, lost, is_mine
 

@@ -13,7 +13,7 @@ from .._support.varying import tracks_types
 from ..mesh import axis_size, is_on_tpu, platform, sum_over
 from ..tree import WeightedSum, at_least_float32, cast
 from ._permute import permute
-from ._scatter import in_slices
+from ._scatter import exchange_in_slices
 from .codecs import Half
 
 
@@ -50,7 +50,9 @@ def all_mean(
     """
     count = axis_size(axis_name)
     if local_axis_name is not None and count > 1:
-        return in_slices(flat, local_axis_name, lambda x: all_mean(x, axis_name, factor=factor))
+        return exchange_in_slices(
+            flat, local_axis_name, lambda x: all_mean(x, axis_name, factor=factor)
+        )
     if flat.dtype == jnp.float16 and count > 1:
         # Above 65504 the sum overflows even if the mean does not.
         part = _divide(flat, count) if factor is None else scale(flat, factor / count)
@@ -63,8 +65,8 @@ _LARGE = 1 << 24  # bytes from which an array is exchanged block by block on CPU
 _NUM_BLOCKS = 64
 
 
-def is_in_blocks(x: Any) -> bool:
-    """Return whether an array, or one of this type, is exchanged block by block; see `in_blocks`.
+def uses_blocks(x: Any) -> bool:
+    """Return whether `exchange_in_blocks` is used for an array, or for one of this type.
 
     That is on CPU from 16 MiB. There a collective writes its result apart from its operand (jaxlib
     0.10), which takes memory of the size of `x`; on TPU it is written where the operand lies. Where
@@ -81,7 +83,7 @@ def block_sizes(rows: int) -> set[int]:
     return {size, rows % size} - {0}
 
 
-def in_blocks(
+def exchange_in_blocks(
     exchange: Callable[..., Sequence[jax.Array]], *arrays: jax.Array, parts: int = 1
 ) -> list[jax.Array]:
     """Return `exchange(*arrays)`, computed in place for up to 64 blocks of rows.
@@ -256,7 +258,7 @@ def coded_mean(
         mean = all_mean(flat, axis_name, local_axis_name, factor=factor)
         return mean, jnp.zeros_like(flat)
     part, residual = codec.part(flat, divisor=count, factor=factor)
-    total = in_slices(part, local_axis_name, lambda x: lax.psum(x, axis_name))
+    total = exchange_in_slices(part, local_axis_name, lambda x: lax.psum(x, axis_name))
     return total.astype(flat.dtype), residual
 
 
@@ -273,7 +275,8 @@ def async_mean(flat: jax.Array, axis_name: AxisName, local_axis_name: AxisName |
     Args:
       flat: `(n,)`, equal over `local_axis_name`.
       axis_name: axis between replicas.
-      local_axis_name: axis inside a replica, whose devices split the work; see `in_slices`.
+      local_axis_name: axis inside a replica, whose devices split the work; see
+        `exchange_in_slices`.
 
     Returns:
       `(n,)`, the mean, equal on all replicas.
@@ -284,7 +287,7 @@ def async_mean(flat: jax.Array, axis_name: AxisName, local_axis_name: AxisName |
     """
     by_permutes = is_on_tpu(axis_name) and 2 <= axis_size(axis_name) <= _MOST_REPLICAS
     mean = functools.partial(_by_permutes if by_permutes else all_mean, axis_name=axis_name)
-    return in_slices(flat, local_axis_name, mean)
+    return exchange_in_slices(flat, local_axis_name, mean)
 
 
 def _by_permutes(x: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -112,7 +112,7 @@ def gather_slices(x: jax.Array, local_axes: AxisName, *, dimension: int = 0) -> 
     return x
 
 
-def in_slices(
+def exchange_in_slices(
     flat: jax.Array,
     local_axis_name: AxisName | None,
     exchange: Callable[[jax.Array], Any],

@@ -15,7 +15,7 @@ from .._support.checks import check_choice, check_names, checked_int
 from .._support.types import PyTree
 from ..gradients.sparse import RowGradient, add_in_order, distinct_rows
 from ..mesh import axis_size, is_bound, is_shared_leaf, replica_count, sum_over
-from ..transform import isolated
+from ..transform import prevent_fusion
 from ..tree import leaf_names
 from ._bags import Bags, bags_of, pool
 from ._exchange import (
@@ -527,8 +527,8 @@ def _mean_squares(layout: TableLayout, gradients: Mapping[str, RowGradient]) -> 
 
     def sum_of_squares(rows: jax.Array, values: jax.Array) -> jax.Array:
         # Two isolated steps: a fused multiply-add would change the last bit.
-        squares = isolated(jnp.square, rows, values.astype(jnp.float32))
-        return isolated(lambda x: jnp.sum(x, axis=1), rows, squares)
+        squares = prevent_fusion(jnp.square, rows, values.astype(jnp.float32))
+        return prevent_fusion(lambda x: jnp.sum(x, axis=1), rows, squares)
 
     sums = {
         name: sum_of_squares(g.rows, g.values)

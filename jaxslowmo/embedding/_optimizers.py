@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._support.checks import as_number, checks_flags
 from .._support.types import PyTree
 from ..gradients.sparse import RowGradient
-from ..transform import isolated
+from ..transform import prevent_fusion
 
 LearningRate = float | Callable[[jax.Array], Any]
 
@@ -131,7 +131,7 @@ class RowwiseOptimizer:
         values = gradient.values.astype(jnp.float32)
         update = RowUpdate(old, values, kept, mean_squares, rate, count)
         # Isolated, so that programs with and without lookups ahead give the same bits.
-        new = isolated(lambda update: self.rule(update, *self.options), rows, update)
+        new = prevent_fusion(lambda update: self.rule(update, *self.options), rows, update)
         return jax.tree.map(write_rows, arrays, new)
 
 

@@ -29,7 +29,7 @@ from ..transform import (
     as_schedule,
     every,
     moving_states,
-    shifted_copies,
+    shift_copies,
 )
 from ..tree import Staged, leaf_names, parts_of
 from ._format import Run, checked_name, leaf_descriptions
@@ -596,7 +596,7 @@ def _move_replicas(state: "TrainState", target: list[np.ndarray], merge: float) 
     params, opt_state = jax.tree.unflatten(tree, moved), state.opt_state
     if moving_states(opt_state):
         shift = jax.tree.map(jnp.subtract, params, state.params)
-        opt_state = shifted_copies(opt_state, shift)
+        opt_state = shift_copies(opt_state, shift)
     return state._replace(params=params, opt_state=opt_state)
 
 

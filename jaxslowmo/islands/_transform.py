@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from .._support.types import PyTree
 from ..collectives.codecs import Codec
-from ..transform import Algorithm, ParameterTransform, around
+from ..transform import Algorithm, ParameterTransform, wrap_algorithm
 
 
 class IslandState(NamedTuple):
@@ -61,9 +61,9 @@ def _with_island_state(base: Algorithm, *, error_feedback: bool) -> Algorithm:
         zero, run = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.uint32)
         lost = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
         island = IslandState(run, zero, zero, lost if error_feedback else ())
-        return {**around(base).local(params), "island": island}
+        return {**wrap_algorithm(base).local(params), "island": island}
 
     def bind(axis_sizes: Any, params: PyTree | None) -> Algorithm:
         return _with_island_state(base.bound(axis_sizes, params), error_feedback=error_feedback)
 
-    return replace(around(base), local=local, owner="islands", bind=base.bind and bind)
+    return replace(wrap_algorithm(base), local=local, owner="islands", bind=base.bind and bind)

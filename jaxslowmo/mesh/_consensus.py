@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.checks import checks_flags
 from .._support.types import AxisName, PyTree
-from ..tree import at_least_float32, has_form_of, in_model_form, leaf_names
+from ..tree import at_least_float32, form_matcher, in_model_form, leaf_names
 from ._axes import axis_size, broadcast_from_first, sum_over
 from ._meshes import AnyMesh, map_replicas, model_axes
 from ._replicas import check_replica_axis, shard_replicas
@@ -184,6 +184,6 @@ def _check_shares(shares: Shares, params: PyTree, replicas: int) -> list[tuple[A
         weight, values = pair
         if np.shape(weight) not in ((), (replicas,)):
             raise error(f"weights of shape {np.shape(weight)} as number {number}")
-        if values is not None and not has_form_of(params)(values):
+        if values is not None and not form_matcher(params)(values):
             raise error(f"parameters of other names or shapes as number {number}")
     return list(shares)

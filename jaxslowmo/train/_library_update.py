@@ -17,10 +17,10 @@ from ..transform import (
     ParameterTransform,
     StackedReplicas,
     increment,
-    number_of_all,
-    over_stacked,
     spec_of,
     unless_idle,
+    unreplicate_number,
+    vmap_replicas,
 )
 from ..tree import not_floating
 from ._train_state import ReplicaState, StepExchange
@@ -148,7 +148,7 @@ class LibraryUpdate:
             return self._step_replica(state, memory, weight, args, sync.param_specs)
 
         step = increment(state.step)
-        count = number_of_all(step, **where)
+        count = unreplicate_number(step, **where)
         mapped = map_replicas(
             one,
             **where,
@@ -186,7 +186,7 @@ class LibraryUpdate:
             return (new, done.local), done.shared
 
         own = state.state, new, local.local, weight
-        (new, local_state), shared = over_stacked(exchange, own, shared, **where)
+        (new, local_state), shared = vmap_replicas(exchange, own, shared, **where)
         return ReplicaState(step, new, StepExchange(local_state, shared, memory)), results
 
     def _step_replica(

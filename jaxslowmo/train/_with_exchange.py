@@ -24,7 +24,7 @@ from ..mesh import (
     replicate,
     replicate_argument,
 )
-from ..transform import ParameterTransform, first_states, of_one
+from ..transform import ParameterTransform, first_states, replica_types
 from ..transform import init as make_states
 from ..tree import check_arrays, leaf_names
 from ._batches import BatchPlacer
@@ -250,7 +250,11 @@ class ExchangingStep:
         if self._names and needs:
             check_same_model(params, self._names)
         if not self._names:
-            sync = self.sync.bound(dict(self.mesh.shape), of_one(params)) if needs else self.sync
+            sync = (
+                self.sync.bound(dict(self.mesh.shape), replica_types(params))
+                if needs
+                else self.sync
+            )
             if axes := model_axes(params, self.mesh, self.axis_name):
                 sync = sync.with_specs(inner_specs(params, axes))
             self._bound = self._phases.sync = sync

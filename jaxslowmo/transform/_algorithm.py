@@ -18,8 +18,8 @@ from .._support.checks import ArgumentError
 from .._support.types import Phase, PyTree
 from ..mesh import Shares
 from ..tree import cast, params_after_update, updates_to, widen_updates
-from ._due import Communicate, Every, either, every, phase_scope, run_if
-from ._optax_states import moved_copies
+from ._due import Communicate, Every, every, logical_or, phase_scope, run_if
+from ._optax_states import move_copies
 from ._replica_group import ReplicaGroup
 
 InnerState = Literal["keep", "reset", "average"]
@@ -95,7 +95,7 @@ class Event:
       forms: number of forms that take turns, one per exchange: phases name them "name 0", "name 1",
         ...; 0 if their number is not known yet. None: it has one form.
       inner_state: what it does to the moments of the inner optimizer. Unless it keeps them, it does
-        so itself, by `changed_moments`.
+        so itself, by `update_moments`.
       field: the field of optax states, such as "mu", whose moments it changes; None: all fields.
       missed: `missed(local, due)`: the local state after an update whose exchange is skipped, where
         `due`, a bool or a () bool array, says whether this event would have been due. None: it
@@ -128,47 +128,49 @@ class Event:
                     f"`due`, got {getattr(self, name)!r}.",
                 )
 
-    def named(self, number: int) -> str:
+    def name_in_phase(self, number: int) -> str:
         """Return its name in a phase, in its exchange `number` = 0, 1, ..."""
         if self.forms is None:
             return self.name
         return f"{self.name} {number % self.forms if self.forms else number}"
 
-    def is_called(self, name: object) -> bool:
+    def matches(self, name: object) -> bool:
         """Return whether this is its name in a phase, or that of one of its forms."""
         if self.forms is None:
             return name == self.name
         word, _, form = str(name).rpartition(" ")
         return word == self.name and form.isdecimal() and int(form) < (self.forms or math.inf)
 
-    def scoped(self, carry: Carry, replicas: ReplicaGroup, context: UpdateContext) -> Carry:
-        """Run it under its name; forms that take turns name themselves."""
+    def run_in_scope(self, carry: Carry, replicas: ReplicaGroup, context: UpdateContext) -> Carry:
+        """Run it in a scope of its name; forms that take turns name themselves."""
         if self.forms is not None:
             return self.run(carry, replicas, context)
         with phase_scope(self.name):
             return self.run(carry, replicas, context)
 
 
-class Overlapped(NamedTuple):
+class OverlappedExchange(NamedTuple):
     """An exchange that lasts several updates, which the host can run as a separate program.
 
     Attributes:
-      sends: `sends(phase)`: the events of the phase that send; () if the update sends nothing.
-      sent: `sent(local, event)`: the part of the local state that this event sends.
-      exchange: `exchange(values)`: what the events of all updates together make of `sent`, also
-        if some of them have run; called inside the mapped axes, for one replica.
-      put: `put(local, event, values)`: the local state with `values` in the place of `sent`.
-      ends: `ends(phase, event)`: whether the update applies what this event and earlier ones have
-        sent.
+      sending_events: `sending_events(phase)`: the events of the phase that send; () if the update
+        sends nothing.
+      values_to_send: `values_to_send(local, event)`: the part of the local state that this event
+        sends.
+      exchange: `exchange(values)`: what the events of all updates together make of these values,
+        also if some of them have run; called inside the mapped axes, for one replica.
+      with_values: `with_values(local, event, values)`: the local state with others in their place.
+      is_applied: `is_applied(phase, event)`: whether the update applies what this event and earlier
+        ones have sent.
       is_behind: `is_behind(local, event, t)` on the host, from the state of one replica: whether
         update t expects that earlier updates have sent more than they did.
     """
 
-    sends: Callable[[Phase], Phase]
-    sent: Callable[[PyTree, str], PyTree]
+    sending_events: Callable[[Phase], Phase]
+    values_to_send: Callable[[PyTree, str], PyTree]
     exchange: Callable[[PyTree], PyTree]
-    put: Callable[[PyTree, str, PyTree], PyTree]
-    ends: Callable[[Phase, str], bool]
+    with_values: Callable[[PyTree, str, PyTree], PyTree]
+    is_applied: Callable[[Phase, str], bool]
     is_behind: Callable[[PyTree, str, int], bool]
 
 
@@ -177,7 +179,7 @@ def _nothing(params: PyTree) -> PyTree:
     return ()
 
 
-def _unchanged(state: Any) -> Any:
+def _identity(state: Any) -> Any:
     return state
 
 
@@ -226,7 +228,7 @@ class Algorithm:
     shared: Callable[[PyTree], PyTree] = _nothing
     mass: Callable[[PyTree], Shares | None] | None = None
     counts_alike: bool = False
-    reset: Callable[[PyTree], PyTree] = _unchanged
+    reset: Callable[[PyTree], PyTree] = _identity
     owner: str = "algorithm"
     is_sharded: bool | None = False
     begin: Callable[..., tuple[PyTree, PyTree, PyTree]] | None = None
@@ -236,7 +238,7 @@ class Algorithm:
     bind: "Callable[[Mapping[str, int] | None, PyTree | None], Algorithm] | None" = None
     needs: str = ""
     needs_rate: bool = False
-    overlapped: Overlapped | None = None
+    overlapped: OverlappedExchange | None = None
     count: Callable[[PyTree], int] | None = None
 
     def bound(
@@ -286,10 +288,10 @@ class Algorithm:
                 number = 0
                 if event.forms is not None:
                     number = _exchanges(event, events[i + 1 :], t - 1) - skipped
-                due.append(event.named(number))
+                due.append(event.name_in_phase(number))
         return tuple(due)
 
-    def skipped(self, local: PyTree, t: int) -> int:
+    def skip_count(self, local: PyTree, t: int) -> int:
         """Return the `skipped` of `phase` from the local state of one replica after update t."""
         for i, event in enumerate(self.events):
             if event.forms is not None and self.count is not None:
@@ -298,7 +300,7 @@ class Algorithm:
 
     def due(self, t: Any) -> Any:
         """Return whether update `t` exchanges anything, for an int or an array."""
-        return functools.reduce(either, (event.due(t) for event in self.known_events()), False)
+        return functools.reduce(logical_or, (event.due(t) for event in self.known_events()), False)
 
     @property
     def schedules(self) -> tuple[Every, ...]:
@@ -312,7 +314,7 @@ class Algorithm:
         updates: PyTree | None,
         carry: Carry,
         context: UpdateContext,
-        placed: Callable[[ReplicaGroup], ReplicaGroup] = lambda group: group,
+        with_layout: Callable[[ReplicaGroup], ReplicaGroup] = lambda group: group,
     ) -> tuple[PyTree, Carry]:
         """Return the updates, and the carry, after all that is due in an update.
 
@@ -322,7 +324,7 @@ class Algorithm:
             are in at least float32.
           carry: the carry.
           context: facts about the update.
-          placed: `placed(group)`: a group of replicas in the place where this is called.
+          with_layout: `with_layout(group)`: a group of replicas for the arrays of this call.
 
         Returns:
           Updates that lead to the new parameters, in at least float32, and the carry, whose
@@ -330,21 +332,21 @@ class Algorithm:
         """
         before, events = carry.before, list(self.events)
         if context.phase is not None:
-            events = [event for event in events if any(map(event.is_called, context.phase))]
+            events = [event for event in events if any(map(event.matches, context.phase))]
         pairs = [(x, context.phase is not None or _is_due(x, context)) for x in events]
 
         def call(event: Event, carry: Carry) -> Carry:
             # What no event changes passes through no conditional.
-            replicas = placed(event.over or self.groups[-1])
-            new = event.scoped(carry._replace(before=before), replicas, context)
+            replicas = with_layout(event.over or self.groups[-1])
+            new = event.run_in_scope(carry._replace(before=before), replicas, context)
             if carry.moments is not None and event.inner_state == "keep":
                 # Copies of parameters in the optimizer must move too: it would undo the exchange.
-                old = rounded(carry._replace(before=before))
-                moved = moved_copies(carry.moments, *map(context.part, (old, rounded(new))))
+                old = rounded_params(carry._replace(before=before))
+                moved = move_copies(carry.moments, *map(context.part, (old, rounded_params(new))))
                 new = new._replace(moments=moved)
             return new._replace(before=())
 
-        def exchanged(
+        def exchange(
             operand: tuple[PyTree, Carry], run: Callable[[Carry], Carry]
         ) -> tuple[PyTree, Carry]:
             updates, carry = operand
@@ -355,13 +357,13 @@ class Algorithm:
                 else params_after_update(before, updates)
             )
             new = run(carry._replace(params=y))
-            target = rounded(new._replace(before=before))
+            target = rounded_params(new._replace(before=before))
             if updates is None:
                 like = jax.tree.map(lambda t, x: t.astype(x.dtype), target, carry.params)
                 return None, new._replace(params=like)
             return updates_to(before, target), new._replace(params=())
 
-        def missed(operand: tuple[PyTree, Carry]) -> tuple[PyTree, Carry]:
+        def skip(operand: tuple[PyTree, Carry]) -> tuple[PyTree, Carry]:
             updates, carry = operand
             for event, due in pairs:
                 if event.missed is not None:
@@ -370,17 +372,17 @@ class Algorithm:
 
         number, runs = self._alternatives(pairs, call)
         number = _choice(context.communicate, number, 0)
-        branches = [functools.partial(exchanged, run=run) for run in runs]
+        branches = [functools.partial(exchange, run=run) for run in runs]
         operand = updates, carry._replace(before=())
         if context.communicate is not True and any(event.missed for event in events):
-            operand = run_if(number == 0, missed, _unchanged, operand, axes=self.bound_axes)
+            operand = run_if(number == 0, skip, _identity, operand, axes=self.bound_axes)
         # One conditional after the other: in place of one in the other, or of one with more than
         # two branches, XLA copies what passes through.
         for i, branch in enumerate(branches, 1):
-            operand = run_if(number == i, branch, _unchanged, operand, axes=self.bound_axes)
+            operand = run_if(number == i, branch, _identity, operand, axes=self.bound_axes)
         updates, carry = operand
         if updates is None:
-            carry = carry._replace(params=rounded(carry._replace(before=before)))
+            carry = carry._replace(params=rounded_params(carry._replace(before=before)))
         return updates, carry
 
     def _alternatives(
@@ -395,7 +397,7 @@ class Algorithm:
         number: Any = 0
         runs: list[Callable[[Carry], Carry]] = []
         if earlier:
-            number = _choice(functools.reduce(either, (due for _, due in earlier)), 1, 0)
+            number = _choice(functools.reduce(logical_or, (due for _, due in earlier)), 1, 0)
             runs = [functools.partial(self._run, earlier, call, is_any=True)]
         for event, due in last:
             runs.append(functools.partial(call, event))
@@ -415,23 +417,23 @@ class Algorithm:
         if event.replaces:
             number, runs = self._alternatives(events, call)
             for i, run in enumerate(runs, 1):
-                carry = run_if(number == i, run, _unchanged, carry, axes=self.bound_axes)
+                carry = run_if(number == i, run, _identity, carry, axes=self.bound_axes)
             return carry
         if before:
             carry = self._run(before, call, carry)
         due = True if is_any and not before else due
-        return run_if(due, functools.partial(call, event), _unchanged, carry, axes=self.bound_axes)
+        return run_if(due, functools.partial(call, event), _identity, carry, axes=self.bound_axes)
 
 
-def rounded(carry: Carry) -> PyTree:
+def rounded_params(carry: Carry) -> PyTree:
     """Return the parameters after the update in their own dtypes."""
     return jax.tree.map(lambda y, p: cast(y, p.dtype), carry.params, carry.before)
 
 
-def around(base: Algorithm) -> Algorithm:
+def wrap_algorithm(base: Algorithm) -> Algorithm:
     """Return an algorithm that acts like `base`, whose local state is the "base" of its own.
 
-    Its shared state is that of `base`. `dataclasses.replace` changes what another one does.
+    Its shared state is that of `base`. `dataclasses.replace` changes what it does differently.
     """
 
     def begin(updates: PyTree, local: Any, shared: Any, context: UpdateContext) -> Any:
@@ -448,25 +450,25 @@ def around(base: Algorithm) -> Algorithm:
         allowed, inner = base.permit(carry._replace(local=carry.local["base"]), replicas)
         return allowed, carry.local | {"base": inner}
 
-    def in_base(fn: Callable[[Any], Any] | None) -> Any:
+    def of_base(fn: Callable[[Any], Any] | None) -> Any:
         return None if fn is None else lambda local: fn(local["base"])
 
     return replace(
         base,
-        events=tuple(_in_base(event, base.groups[-1]) for event in base.events),
+        events=tuple(_wrap_event(event, base.groups[-1]) for event in base.events),
         local=lambda params: {"base": base.local(params)},
-        mass=in_base(base.mass),
+        mass=of_base(base.mass),
         reset=lambda local: local | {"base": base.reset(local["base"])},
         begin=base.begin and begin,
         move=base.move and move,
         permit=base.permit and permit,
-        bind=base.bind and (lambda sizes, params: around(base.bound(sizes, params))),
+        bind=base.bind and (lambda sizes, params: wrap_algorithm(base.bound(sizes, params))),
         overlapped=None,
-        count=in_base(base.count),
+        count=of_base(base.count),
     )
 
 
-def _in_base(event: Event, group: ReplicaGroup) -> Event:
+def _wrap_event(event: Event, group: ReplicaGroup) -> Event:
     """Return an event of a wrapped algorithm, whose local state is the "base" of the whole."""
 
     def run(carry: Carry, replicas: ReplicaGroup, context: UpdateContext) -> Carry:
@@ -475,11 +477,11 @@ def _in_base(event: Event, group: ReplicaGroup) -> Event:
 
     missed = event.missed
 
-    def missed_in_base(local: Any, due: Any) -> Any:
+    def skip(local: Any, due: Any) -> Any:
         assert missed is not None
         return local | {"base": missed(local["base"], due)}
 
-    return replace(event, run=run, over=event.over or group, missed=missed and missed_in_base)
+    return replace(event, run=run, over=event.over or group, missed=missed and skip)
 
 
 def _is_due(event: Event, context: UpdateContext) -> Any:

@@ -26,13 +26,13 @@ from ..mesh import (
     shard_like,
     shard_replicas,
 )
-from ._gradients import GradientTransform, Joined, over_stages, spec_of
+from ._gradients import ChainReduction, GradientTransform, over_stages, spec_of
 from ._optax_states import moving_states
 from ._parameter_transform import ParameterTransform
 from ._state_classes import check_order, holds_state
 
-# Within `noting_followed`: class names of the states whose copies a `Chain` shifts, counted.
-_FOLLOWED: ContextVar[Counter[str] | None] = ContextVar("_FOLLOWED", default=None)
+# Within `count_shifted_states`: class names of the states whose copies a `Chain` shifts, counted.
+_SHIFTED_STATES: ContextVar[Counter[str] | None] = ContextVar("_SHIFTED_STATES", default=None)
 
 
 class Chain(GradientTransform):
@@ -95,7 +95,7 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
     def init_fn(params: PyTree) -> PyTree:
         states = tuple(part.init(params) for part in every)
         if last:
-            note_followed(states[:count])
+            note_shifted_states(states[:count])
         return states
 
     def begin(params: PyTree) -> PyTree:
@@ -120,7 +120,7 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
             after.append(new)
         return updates, (*states[:start], *inner, *after)
 
-    joined = Chain(init_fn, update_fn, Joined.of(*map(spec_of, parts)))
+    joined = Chain(init_fn, update_fn, ChainReduction.from_parts(*map(spec_of, parts)))
     joined.parts = tuple(parts)
     return joined
 
@@ -144,19 +144,19 @@ def gradient_parts(parts: Sequence[optax.GradientTransformation]) -> int:
 
 
 @contextmanager
-def noting_followed() -> Iterator[Counter[str]]:
-    """Make `note_followed` count state classes within the block, in the counter that it yields."""
+def count_shifted_states() -> Iterator[Counter[str]]:
+    """Yield a counter of state classes, in which `note_shifted_states` counts within the block."""
     counter = Counter[str]()
-    token = _FOLLOWED.set(counter)
+    token = _SHIFTED_STATES.set(counter)
     try:
         yield counter
     finally:
-        _FOLLOWED.reset(token)
+        _SHIFTED_STATES.reset(token)
 
 
-def note_followed(states: PyTree) -> None:
+def note_shifted_states(states: PyTree) -> None:
     """Count the classes of new states whose copies of parameters will follow exchanges."""
-    counter = _FOLLOWED.get()
+    counter = _SHIFTED_STATES.get()
     # Copies do not follow an exchange by a transform that is among these states itself.
     if counter is not None and not holds_state(states, "parameters"):
         counter.update(moving_states(states))
@@ -205,9 +205,9 @@ def init(
     return shard_replicas(made, mesh, axis_name)
 
 
-def _warn_of_copies(state: PyTree, followed: Counter[str]) -> None:
+def _warn_of_copies(state: PyTree, shifted: Counter[str]) -> None:
     """Warn of optimizers that undo the exchange of a parameter transform that follows them."""
-    names = sorted(Counter(moving_states(state)) - followed)
+    names = sorted(Counter(moving_states(state)) - shifted)
     if names and holds_state(state, "parameters"):
         warn_user(
             f"init: `tx` holds an optimizer that remembers parameters ({', '.join(names)}) and a "
@@ -224,10 +224,10 @@ def _init_fn(
     layouts: Layouts,
 ) -> Callable[[PyTree], PyTree]:
     def per_replica(params: PyTree) -> PyTree:
-        with noting_followed() as followed:
+        with count_shifted_states() as shifted:
             state = jax.tree.map(jnp.copy, tx_init(params))
         check_order("init", state)
-        _warn_of_copies(state, followed)
+        _warn_of_copies(state, shifted)
         return shard_like(state, layouts, replica_count("init", mesh, axis_name))
 
     return jax.jit(

@@ -170,13 +170,13 @@ def phase_scope(event: str) -> Any:
     return jax.named_scope(f"{PHASE}{event}")
 
 
-def either(a: bool | jax.Array, b: bool | jax.Array) -> bool | jax.Array:
+def logical_or(a: bool | jax.Array, b: bool | jax.Array) -> bool | jax.Array:
     """Return `a or b`: a bool where that is static, else an array."""
     # Python's `or` would need the truth value of a traced array.
     return b if a is False else True if a is True or b is True else a | b
 
 
-def decide(due: bool | jax.Array, communicate: Communicate) -> bool | jax.Array:
+def logical_and(due: bool | jax.Array, communicate: Communicate) -> bool | jax.Array:
     """Return `due and communicate`: a bool where that is static, else an array."""
     if communicate is True or due is False:
         return due
@@ -250,7 +250,7 @@ def _of_equal_types(
     return [lambda x, fn=fn: jax.tree.map(cast_varying, fn(x), axes) for fn in traced]
 
 
-def isolated(fn: Callable[..., PyTree], source: jax.Array, *operands: PyTree) -> PyTree:
+def prevent_fusion(fn: Callable[..., PyTree], source: jax.Array, *operands: PyTree) -> PyTree:
     """Return `fn(*operands)`; on CPU the compiler cannot fuse it with its surroundings.
 
     XLA fuses operations with those before and after them. That changes where it multiplies and adds

@@ -16,7 +16,7 @@ from ._replica_group import ReplicaGroup
 from ._stacked import StackedReplicas, cut_spec
 
 
-def of_one(stacked: PyTree) -> PyTree:
+def replica_types(stacked: PyTree) -> PyTree:
     """Return the types of one replica's part of stacked arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
 
@@ -45,12 +45,14 @@ def first_states(
 
     Communication: none.
     """
-    params = of_one(stacked_params)
+    params = replica_types(stacked_params)
     algorithm = sync.bound(dict(mesh.shape), params).algorithm
     replicas = StackedReplicas(mesh, axis_name)
 
     def make(stacked: PyTree) -> tuple[PyTree, PyTree]:
-        shared = algorithm.shared(replicas.of_any(stacked, leaf_specs(param_specs, params)))
+        shared = algorithm.shared(
+            replicas.unreplicate(stacked, leaf_specs(param_specs, params))
+        )
         # Each leaf has a buffer of its own, so that the whole state can be donated.
         return jax.tree.map(jnp.copy, (jax.vmap(algorithm.local)(stacked), shared))
 
@@ -62,7 +64,7 @@ def first_states(
         sync.note_whole_leaves(share, count)
     group = algorithm.groups[-1] if algorithm.groups else ReplicaGroup(axis_name)
     local, shared = jax.eval_shape(make, stacked_params)
-    where = shardings(of_one(local), shared, params, group, mesh, axis_name, param_specs)
+    where = shardings(replica_types(local), shared, params, group, mesh, axis_name, param_specs)
     return jax.jit(make, out_shardings=where)(stacked_params)
 
 
@@ -88,7 +90,7 @@ def share_of_whole_leaves(
     group = (
         sync.bound(dict(mesh.shape), params)
         .algorithm.groups[-1]
-        .placed(StackedReplicas(mesh, axis_name), param_specs)
+        .with_layout(StackedReplicas(mesh, axis_name), param_specs)
     )
     shapes = [x.shape for x in jax.tree.leaves(params)]
     cuts = zip(shapes, group.dimensions(params), strict=True)
@@ -114,30 +116,30 @@ def shardings(
 ) -> tuple[PyTree, PyTree]:
     """Return the shardings of local state, of one replica, and of shared state, by their types."""
     replicas = StackedReplicas(mesh, axis_name)
-    cuts = group.placed(replicas, param_specs).dimensions(params)
+    cuts = group.with_layout(replicas, param_specs).dimensions(params)
     names, specs = leaf_names(params), leaf_specs(param_specs, params)
     known = dict(zip(names, zip(jax.tree.leaves(params), specs, cuts, strict=True), strict=True))
 
-    def of_local(name: str, x: Any) -> P:
-        like, spec, _ = _mirrored(name, known)
+    def local_spec(name: str, x: Any) -> P:
+        like, spec, _ = _matching_param(name, known)
         is_alike = like is not None and x.ndim == like.ndim and _fits(x.shape, spec, mesh.shape)
         return P(axis_names(axis_name), *(spec if is_alike else ()))
 
-    def of_shared(name: str, x: Any) -> P:
-        like, spec, cut = _mirrored(name, known)
+    def shared_spec(name: str, x: Any) -> P:
+        like, spec, cut = _matching_param(name, known)
         if like is None or x.shape != like.shape:
             return P()
         return cut_spec(spec, cut, group.axes)
 
-    def placed(tree: PyTree, spec_of: Any) -> PyTree:
+    def to_shardings(tree: PyTree, spec_of: Any) -> PyTree:
         leaves, treedef = jax.tree.flatten(tree)
         pairs = zip(leaf_names(tree), leaves, strict=True)
         return treedef.unflatten([placement(mesh, spec_of(name, x)) for name, x in pairs])
 
-    return placed(local, of_local), placed(shared, of_shared)
+    return to_shardings(local, local_spec), to_shardings(shared, shared_spec)
 
 
-def _mirrored(name: str, known: Mapping[str, Any]) -> Any:
+def _matching_param(name: str, known: Mapping[str, Any]) -> Any:
     if [*known] == ["(root)"]:  # the parameters are one array, without a name
         name = "(root)"
     return known.get(matching_suffix(name, known), (None, P(), None))

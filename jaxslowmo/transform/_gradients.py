@@ -14,7 +14,7 @@ from .._support.settings import Settings, records_settings
 from .._support.types import AxisName, PyTree
 from ..mesh import axis_names
 from ..tree import Staged
-from ._due import Communicate, decide, either
+from ._due import Communicate, logical_and, logical_or
 from ._parameter_transform import ParameterTransform
 from ._replica_group import check_axis_argument
 from ._state_classes import WithSpec, gradient_state
@@ -103,7 +103,7 @@ GradientSpec = Reduction
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Joined(Reduction):
+class ChainReduction(Reduction):
     """The description of a transform that runs others one after the other.
 
     The state of the transform is a tuple of the states of the others, as in a chain.
@@ -115,7 +115,7 @@ class Joined(Reduction):
     parts: tuple[Reduction, ...]
 
     @classmethod
-    def of(cls, *parts: Reduction, takes: Iterable[str] = (), **values: Any) -> Self:
+    def from_parts(cls, *parts: Reduction, takes: Iterable[str] = (), **values: Any) -> Self:
         """Return what a transform around `parts` does.
 
         Args:
@@ -145,13 +145,13 @@ class Joined(Reduction):
 
     def due(self, state: PyTree) -> Communicate:
         """Return whether the next update calls a part that then reduces."""
-        return functools.reduce(either, [each.due for each in self.reductions(state)], False)
+        return functools.reduce(logical_or, [each.due for each in self.reductions(state)], False)
 
     def reductions(self, state: PyTree) -> list[ReducedAxes]:
         """Return the reductions of the parts that the next update calls."""
         called_parts = zip(self.parts, self.states(state), self.calls(state), strict=True)
         return [
-            ReducedAxes(axes, called if due is True else decide(due, called))
+            ReducedAxes(axes, called if due is True else logical_and(due, called))
             for part, part_state, called in called_parts
             for axes, due in part.reductions(part_state)
         ]
@@ -162,7 +162,7 @@ class Joined(Reduction):
         return [x for part, part_state in pairs for x in part.unknown(part_state)]
 
 
-class Around(Joined):
+class WrapperReduction(ChainReduction):
     """The description of a wrapper, whose state holds that of what it wraps as `inner`."""
 
     def states(self, state: PyTree) -> Sequence[PyTree]:

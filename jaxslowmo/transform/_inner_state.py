@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, get_args
 
 import jax
@@ -13,13 +14,13 @@ from jax.tree_util import GetAttrKey, keystr
 
 from .._support.checks import ArgumentError, check_names
 from .._support.types import PyTree
-from ._algorithm import Carry, Event, InnerPeriods, InnerState, UpdateContext, rounded
+from ._algorithm import Carry, Event, InnerPeriods, InnerState, UpdateContext, rounded_params
 from ._due import as_schedule
-from ._optax_states import moved_copies
+from ._optax_states import move_copies
 from ._replica_group import ReplicaGroup
 
 
-def changed_moments(
+def update_moments(
     old: Carry,
     carry: Carry,
     replicas: ReplicaGroup,
@@ -46,8 +47,8 @@ def changed_moments(
     """
     if inner_state == "keep":
         return carry
-    params, after = context.part(carry.before), context.part(rounded(carry))
-    moments = moved_copies(carry.moments, context.part(rounded(old)), after)
+    params, after = context.part(carry.before), context.part(rounded_params(carry))
+    moments = move_copies(carry.moments, context.part(rounded_params(old)), after)
     parts, treedef, names = _parts(moments, params)
     chosen = [i for i, name in names.items() if field in (None, name)]
     if inner_state == "reset":
@@ -58,11 +59,11 @@ def changed_moments(
         return carry._replace(moments=treedef.unflatten(parts))
     floating = [i for i in chosen if _is_floating(parts[i])]
     trees, specs = [parts[i] for i in floating], replicas.param_specs
-    is_moment = _like(params)
+    is_moment = _moment_matcher(params)
     if specs is not None:
         specs = [_specs(x, params, context.part(specs)) if is_moment(x) else P() for x in trees]
     # A codec is for parameters: the smallest second moments would become 0 in float16.
-    means = replicas.over(codec=None, param_specs=specs).mean(trees, context.weight)
+    means = replace(replicas, codec=None, param_specs=specs).mean(trees, context.weight)
     for i, mean in zip(floating, means, strict=True):
         parts[i] = mean
     return carry._replace(moments=treedef.unflatten(parts))
@@ -82,7 +83,7 @@ def moment_events(
         return check_inner_state(owner, inner_state), ()
 
     def run(carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, field: str) -> Carry:
-        return changed_moments(carry, carry, replicas, context, "average", field)
+        return update_moments(carry, carry, replicas, context, "average", field)
 
     return "keep", tuple(
         Event(
@@ -121,7 +122,7 @@ def _parts(moments: PyTree, params: PyTree) -> tuple[list[Any], Any, dict[int, s
 
     Those, by their positions, are the moments and what stands beside them.
     """
-    is_moment = _like(params)
+    is_moment = _moment_matcher(params)
     places, treedef = jax.tree_util.tree_flatten_with_path(
         moments, is_leaf=lambda x: is_moment(x) or isinstance(x, optax.EmptyState)
     )
@@ -160,7 +161,7 @@ def _is_floating(tree: PyTree) -> bool:
     return bool(kinds) and all(kinds)
 
 
-def _like(params: PyTree) -> Callable[[PyTree], bool]:
+def _moment_matcher(params: PyTree) -> Callable[[PyTree], bool]:
     """Return a function that tells whether a tree is like the parameters, or a masked part."""
     leaves, form = jax.tree.flatten(params, is_leaf=_is_hole)
     # Any array has the structure of parameters that are one array.
@@ -176,7 +177,9 @@ def _like(params: PyTree) -> Callable[[PyTree], bool]:
 def _specs(moment: PyTree, params: PyTree, specs: PyTree) -> PyTree:
     """Return the specs of a moment, whose arrays may be smaller than the parameters (adafactor)."""
 
-    def of(x: Any, leaf: Any, spec: Any) -> Any:
+    def leaf_spec(x: Any, leaf: Any, spec: Any) -> Any:
         return x if _is_hole(x) else spec if x.shape == leaf.shape else P()
 
-    return jax.tree.map(of, moment, params, jax.tree.broadcast(specs, params), is_leaf=_is_hole)
+    return jax.tree.map(
+        leaf_spec, moment, params, jax.tree.broadcast(specs, params), is_leaf=_is_hole
+    )

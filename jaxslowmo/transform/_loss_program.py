@@ -35,7 +35,7 @@ class LossProgram:
     check_compiled: Callable[[str], None] | None = None
 
     @staticmethod
-    def of(loss_fn: Any) -> "LossProgram":
+    def from_loss_fn(loss_fn: Any) -> "LossProgram":
         """Return `loss_fn` if it is a `LossProgram`, and the base class' defaults if it is not."""
         return loss_fn if isinstance(loss_fn, LossProgram) else LossProgram()
 

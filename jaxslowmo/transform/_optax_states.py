@@ -110,7 +110,7 @@ _OPTAX = {
 }
 
 
-def _installed() -> dict[type, Known]:
+def _known_classes() -> dict[type, Known]:
     """Return the table by class, of the classes and fields that the installed optax has."""
     known = {}
     for path, row in _OPTAX.items():
@@ -123,7 +123,7 @@ def _installed() -> dict[type, Known]:
     return known
 
 
-_KNOWN = _installed()
+_KNOWN = _known_classes()
 
 
 def known_states(state: PyTree) -> Iterator[tuple[Any, Known]]:
@@ -139,7 +139,7 @@ def takes_extra(state: PyTree) -> bool:
     return all(known.takes_extra for _, known in known_states(state))
 
 
-def instead_of(state: PyTree) -> str:
+def alternatives_to(state: PyTree) -> str:
     """Return what to use instead of an optimizer with this state that mixes leaves, as sentences.
 
     These transforms of this package know of stages.
@@ -209,7 +209,7 @@ def moving_states(state: PyTree) -> list[str]:
     return sorted(type(x).__name__ for x in states)
 
 
-def moved_copies(state: PyTree, old: PyTree, new: PyTree) -> PyTree:
+def move_copies(state: PyTree, old: PyTree, new: PyTree) -> PyTree:
     """Return an optimizer's state whose copies of parameters follow a change by an exchange.
 
     Args:
@@ -233,30 +233,30 @@ def moved_copies(state: PyTree, old: PyTree, new: PyTree) -> PyTree:
         # A shift that is not finite would destroy the copies: leave them unchanged.
         return jnp.where(jnp.isfinite(d), d, jnp.zeros_like(d))
 
-    return shifted_copies(state, jax.tree.map(finite, updates_to(old, new)))
+    return shift_copies(state, jax.tree.map(finite, updates_to(old, new)))
 
 
-def shifted_copies(state: PyTree, shift: PyTree) -> PyTree:
+def shift_copies(state: PyTree, shift: PyTree) -> PyTree:
     """Return `state` with `shift`, a tree like the parameters, added to the copies that move."""
 
-    def shifted(x: Any) -> Any:
+    def shift_state(x: Any) -> Any:
         if not _moves(x):
             return x
         fields, kind = x._asdict(), type(x)
         copies = {
-            n: _plus(f"{kind.__name__}.{n}", fields.pop(n), shift) for n in _KNOWN[kind].moves
+            n: _add_shift(f"{kind.__name__}.{n}", fields.pop(n), shift) for n in _KNOWN[kind].moves
         }
         # Other fields may hold inner states with copies that move.
-        return x._replace(**copies, **{n: shifted_copies(y, shift) for n, y in fields.items()})
+        return x._replace(**copies, **{n: shift_copies(y, shift) for n, y in fields.items()})
 
-    return jax.tree.map(shifted, state, is_leaf=_moves)
+    return jax.tree.map(shift_state, state, is_leaf=_moves)
 
 
 def _moves(x: Any) -> bool:
     return bool(getattr(_KNOWN.get(type(x)), "moves", ()))
 
 
-def _plus(name: str, copies: PyTree, shift: PyTree) -> PyTree:
+def _add_shift(name: str, copies: PyTree, shift: PyTree) -> PyTree:
     """Return `copies` plus `shift`; `copies` may be masked, as by `optax.masked`."""
 
     def one(copy: Any, d: Any) -> Any:

@@ -155,15 +155,15 @@ class ParameterTransform(WithSpec):
         Phases of `js.sgp` depend on the number of replicas, and those of an algorithm whose
         `fragments` are a function on the parameters, of which only the types matter.
         """
-        return self._with(self.algorithm.bound(axis_sizes, params))
+        return self._replace_algorithm(self.algorithm.bound(axis_sizes, params))
 
     def with_specs(self, param_specs: PyTree) -> "ParameterTransform":
         """Return the transform for parameters with these layouts inside a replica."""
         if param_specs is None or self.param_specs is not None:
             return self
-        return self._with(self.algorithm, param_specs)
+        return self._replace_algorithm(self.algorithm, param_specs)
 
-    def _with(self, algorithm: Algorithm, param_specs: PyTree | None = None) -> Any:
+    def _replace_algorithm(self, algorithm: Algorithm, param_specs: PyTree | None = None) -> Any:
         specs = self.param_specs if param_specs is None else param_specs
         return ParameterTransform(algorithm, settings=self.settings, param_specs=specs)
 
@@ -208,16 +208,16 @@ class _Pair:
         if algorithm.is_sharded:  # whole state can be made outside of the axis
             for group in algorithm.groups:
                 group.require_bound(self._owner, _WHOLE_ANYWHERE)
-        state = self._first(params)
+        state = self._first_state(params)
         # With bound axes this is the state that updates expect, so `_check_state` need not trace.
         if is_inside:
             self._forms[self._kind(params)] = _form(state)
         return state
 
-    def _first(self, params: PyTree) -> ExchangeState:
-        algorithm, start = self._bound(params), params
+    def _first_state(self, params: PyTree) -> ExchangeState:
+        algorithm, start = self._bind_algorithm(params), params
         if algorithm.is_sharded:
-            start = algorithm.groups[-1].placed(None, self._specs).block(params)
+            start = algorithm.groups[-1].with_layout(None, self._specs).block(params)
         zero = jnp.zeros([], jnp.int32)
         state = ExchangeState(zero, algorithm.local(params), algorithm.shared(start))
         if algorithm.is_sharded:
@@ -234,7 +234,7 @@ class _Pair:
                 f"replica, since {count} divides no dimension of these leaves.{more}"
             )
 
-    def _bound(self, params: PyTree, stacked: StackedReplicas | None = None) -> Algorithm:
+    def _bind_algorithm(self, params: PyTree, stacked: StackedReplicas | None = None) -> Algorithm:
         axes = self._algorithm.axes
         sizes = None
         if stacked is not None:
@@ -245,12 +245,12 @@ class _Pair:
 
     def anchor(self, state: ExchangeState, params: PyTree) -> PyTree:
         """Return the anchor as a whole tree like `params`, inside of the mapped axes."""
-        held, algorithm = state.shared, self._bound(params)
+        held, algorithm = state.shared, self._bind_algorithm(params)
         if "anchor" not in held:  # each replica has one of its own
             held = state.local if "anchor" in state.local else state.local["base"]
         if not algorithm.is_sharded:
             return held["anchor"]
-        group = algorithm.groups[-1].placed(None, self._specs)
+        group = algorithm.groups[-1].with_layout(None, self._specs)
         return group.all_gather(held["anchor"], params)
 
     def update(
@@ -300,10 +300,10 @@ class _Pair:
                 "optimizer, which a transform alone does not see: use js.make_train_step or "
                 'js.chain, not an optax.chain, or inner_state="keep".',
             )
-        algorithm = self._bound(params, stacked)
+        algorithm = self._bind_algorithm(params, stacked)
         fields = [event.field for event in algorithm.events if event.field is not None]
         check_fields(owner, fields, moments, part(params))
-        groups = [group.placed(stacked, self._specs) for group in algorithm.groups]
+        groups = [group.with_layout(stacked, self._specs) for group in algorithm.groups]
         self._check_axes(groups)
         share = check_weight(owner, weight)
         self._check_phase(algorithm, phase)
@@ -319,7 +319,7 @@ class _Pair:
         if after is not None:
             y, updates, sets_params = after, updates_to(params, after), True
         else:
-            updates = jax.tree.map(_widened, updates)
+            updates = jax.tree.map(_widen_update, updates)
             y = params_after_update(params, updates) if sets_params else ()
         if algorithm.begin is not None:
             given = updates
@@ -331,7 +331,7 @@ class _Pair:
         carry = Carry(params, y, kept, list(statistics), local, shared)
         updates = None if sets_params else updates
         updates, carry = algorithm.run(
-            updates, carry, context, lambda group: group.placed(stacked, self._specs)
+            updates, carry, context, lambda group: group.with_layout(stacked, self._specs)
         )
         state = ExchangeState(count, carry.local, carry.shared)
         updates = carry.params if sets_params else updates
@@ -354,11 +354,12 @@ class _Pair:
         if phase is None:
             return
         names = phase if isinstance(phase, tuple) else ()
-        found = [sum(map(event.is_called, names)) for event in algorithm.events]
+        found = [sum(map(event.matches, names)) for event in algorithm.events]
         if not isinstance(phase, tuple) or max(found, default=0) > 1 or sum(found) < len(names):
             raise ValueError(
                 f"{algorithm.owner}: `phase` must come from `transform.phase(t)`, a tuple of names "
-                f"of events out of {[event.named(0) for event in algorithm.events]}, got {phase!r}."
+                f"of events out of {[event.name_in_phase(0) for event in algorithm.events]}, got "
+                f"{phase!r}."
             )
 
     def _check_state(self, state: PyTree, params: PyTree) -> None:
@@ -366,13 +367,13 @@ class _Pair:
         kind = self._kind(params)
         if kind not in self._forms:
             # A state that was restored or made by another object: trace what it should be.
-            self._forms[kind] = _form(jax.eval_shape(self._first, params))
+            self._forms[kind] = _form(jax.eval_shape(self._first_state, params))
         expected, actual = self._forms[kind], _form(state)
         if actual != expected:
             raise ValueError(
                 f"{self._owner}: `state` must be what this transform's `init` makes for these "
-                f"parameters, {_described(expected)}, got {_described(actual)}: was it made by "
-                "another transform, or with other arguments?"
+                f"parameters, {_describe_form(expected)}, got {_describe_form(actual)}: was it "
+                "made by another transform, or with other arguments?"
             )
 
     def _kind(self, params: PyTree) -> Hashable:
@@ -383,7 +384,7 @@ class _Pair:
         return _form(params), sizes, mesh, specs_key(typed_specs(params))
 
 
-def _widened(update: Any) -> jax.Array:
+def _widen_update(update: Any) -> jax.Array:
     """Return an update in at least float32, as the optimizer has rounded it."""
     dtype = jnp.result_type(update)
     wide = jnp.asarray(update).astype(at_least_float32(dtype))
@@ -402,7 +403,7 @@ def _form(tree: PyTree) -> _Form:
 _NUM_LISTED = 6
 
 
-def _described(form: _Form) -> str:
+def _describe_form(form: _Form) -> str:
     treedef, types = form
     leaves = [f"{dtype}{list(shape)}" for shape, dtype in types]
     tree = treedef.unflatten(leaves)

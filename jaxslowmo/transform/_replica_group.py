@@ -10,11 +10,10 @@ one stays whole on each replica. So a block of the anchor lies where an ordinary
 leaf over the replicas would put it.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -30,10 +29,9 @@ from ..collectives import (
     all_gather_rows,
     all_mean,
     coded_mean,
+    exchange_in_blocks,
+    exchange_in_slices,
     gather_slices,
-    in_blocks,
-    in_slices,
-    is_in_blocks,
     is_scattered_alone,
     mean_in_codec,
     permute,
@@ -42,6 +40,7 @@ from ..collectives import (
     scatter_mean_along,
     scatter_mean_in_codec,
     total_weight,
+    uses_blocks,
 )
 from ..collectives.codecs import Codec, Half
 from ..mesh import (
@@ -122,32 +121,27 @@ class ReplicaGroup:
     is_cut: bool | None = True
     stacked: StackedReplicas | None = None
 
-    def over(self, axis_name: AxisName | None = None, **changed: Any) -> "ReplicaGroup":
-        """Return this group over other axes, or with other settings, such as `codec=None`."""
-        axes = self.axis_name if axis_name is None else axis_name
-        return dataclasses.replace(self, axis_name=axes, **changed)
-
     @property
     def plain(self) -> "ReplicaGroup":
         """The same replicas, for trees that are not like the parameters, sent as they are."""
         return ReplicaGroup(self.axis_name, stacked=self.stacked)
 
-    def placed(self, stacked: StackedReplicas | None, param_specs: PyTree) -> "ReplicaGroup":
+    def with_layout(self, stacked: StackedReplicas | None, param_specs: PyTree) -> "ReplicaGroup":
         """Return this group for the arrays of a step, whose parameters have these layouts."""
         specs = param_specs if self.param_specs is None else self.param_specs
-        return self.over(stacked=stacked, param_specs=specs)
+        return replace(self, stacked=stacked, param_specs=specs)
 
-    def of_leaves(
+    def for_leaves(
         self,
         tree: PyTree,
         places: Sequence[int] | None,
-        like: Callable[[PyTree, list[Any]], PyTree],
+        unflatten: Callable[[PyTree, list[Any]], PyTree],
     ) -> "ReplicaGroup":
-        """Return this group for some leaves of a tree, in the form `like(tree, leaves)`."""
+        """Return this group for some leaves of a tree, in the form `unflatten(tree, leaves)`."""
         if places is None or self.param_specs is None:
             return self
         specs = leaf_specs(self.param_specs, tree)
-        return self.over(param_specs=like(tree, [specs[i] for i in places]))
+        return replace(self, param_specs=unflatten(tree, [specs[i] for i in places]))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -234,16 +228,16 @@ class ReplicaGroup:
         specs = self.layouts(tree) or [P()] * len(leaves)
         return treedef.unflatten(map(block, leaves, specs))
 
-    def own(self, tree: PyTree, specs: Sequence[P] | None = None) -> Arrays:
+    def local(self, tree: PyTree, specs: Sequence[P] | None = None) -> Arrays:
         """Return a tree that each replica has for itself, with `param_specs` or these layouts."""
         return Arrays(tree, self.layouts(tree) if specs is None else specs)
 
-    def alike(self, tree: PyTree) -> Arrays:
+    def equal(self, tree: PyTree) -> Arrays:
         """Return a tree that is whole and equal on all replicas, such as a number."""
         leaves = jax.tree.leaves(tree)
         return Arrays(tree, [P()] * len(leaves), [None] * len(leaves))
 
-    def shared(self, tree: PyTree, like: PyTree = None) -> Arrays:
+    def shared_blocks(self, tree: PyTree, like: PyTree = None) -> Arrays:
         """Return a tree that all replicas have together, cut like `like`, its whole leaves."""
         like = tree if like is None else like
         return Arrays(tree, self.layouts(like), self.dimensions(like), self.axes)
@@ -261,7 +255,7 @@ class ReplicaGroup:
         types matter. Leaves whose layouts only the compiler knows are gathered if `fn` packs them,
         or sends them in a codec; else `fn` must take them one by one.
         """
-        group = self.over(stacked=None, param_specs=None)
+        group = replace(self, stacked=None, param_specs=None)
         if self.stacked is not None:
             return self.stacked.run(functools.partial(fn, group), arguments, results)
         trees, inside = [x.tree for x in arguments], _inner_axes()
@@ -297,12 +291,12 @@ class ReplicaGroup:
         """
         if not jax.tree.leaves(tree):
             return tree
-        own = self.own(tree)
+        own = self.local(tree)
 
         def run(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None) -> list[PyTree]:
             return [_mean(group, tree, weight, role)]
 
-        return self.run(run, [own, self.own(weight, [P()])], own)[0]
+        return self.run(run, [own, self.local(weight, [P()])], own)[0]
 
     def shares(self, weight: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
         """Return the factor that makes a plain mean a weighted one, and whether any weighs.
@@ -320,8 +314,8 @@ class ReplicaGroup:
             return [relative_weight(weight, total, group.axis_name), total.weight > 0]
 
         types = jnp.zeros([], jnp.result_type(float)), jnp.zeros([], jnp.bool_)
-        results = self.own(types[0], [P()]), self.alike(types[1])
-        factor, anyone = self.run(run, [self.own(weight, [P()])], *results)
+        results = self.local(types[0], [P()]), self.equal(types[1])
+        factor, anyone = self.run(run, [self.local(weight, [P()])], *results)
         return factor, anyone
 
     def mean_number(self, x: jax.Array) -> jax.Array:
@@ -329,7 +323,7 @@ class ReplicaGroup:
 
         Communication: one all-reduce of the number.
         """
-        return self._joined(lambda group, x: all_mean(x, group.axis_name), x)
+        return self._reduce_number(lambda group, x: all_mean(x, group.axis_name), x)
 
     def largest(self, x: jax.Array) -> jax.Array:
         """Return the largest of the replicas' numbers, of any shape, equal on all.
@@ -345,7 +339,7 @@ class ReplicaGroup:
             zero = jnp.where(jnp.isfinite(x), zero, 0)
             return lax.pmax(lax.stop_gradient(x), group.axes) + zero
 
-        return self._joined(run, x)
+        return self._reduce_number(run, x)
 
     def all_numbers(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return this replica's place, () int32, among the () numbers of all, (replicas,).
@@ -358,7 +352,7 @@ class ReplicaGroup:
 
         number, every = jnp.zeros([], jnp.int32), jnp.zeros([self.size], x.dtype)
         own, all_of_them = self.run(
-            run, [self.own(x, [P()])], self.own(number, [P()]), self.own(every, [P()])
+            run, [self.local(x, [P()])], self.local(number, [P()]), self.local(every, [P()])
         )
         return own, all_of_them
 
@@ -367,7 +361,7 @@ class ReplicaGroup:
 
         Communication: one all-reduce of 4 bytes.
         """
-        return self._joined(
+        return self._reduce_number(
             lambda group, x: lax.psum((~x).astype(jnp.int32), group.axes) == 0, flag
         )
 
@@ -376,10 +370,10 @@ class ReplicaGroup:
 
         Communication: none.
         """
-        return self._joined(lambda group, x: x, x)
+        return self._reduce_number(lambda group, x: x, x)
 
-    def _joined(self, fn: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-        return self.run(lambda group, x: [fn(group, x)], [self.own(x, [P()])], self.alike(x))[0]
+    def _reduce_number(self, fn: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+        return self.run(lambda group, x: [fn(group, x)], [self.local(x, [P()])], self.equal(x))[0]
 
     def sum(self, tree: PyTree) -> PyTree:
         """Return the sum of a tree over the replicas, in the leaves' dtypes; all have it together.
@@ -394,7 +388,7 @@ class ReplicaGroup:
 
             return [packing_of(tree, group).map_buffers(total, tree)]
 
-        own, whole = self.own(tree), [None] * len(jax.tree.leaves(tree))
+        own, whole = self.local(tree), [None] * len(jax.tree.leaves(tree))
         return self.run(run, [own], own._replace(cuts=whole), packs=True)[0]
 
     def permute(self, tree: PyTree, permutation: Sequence[tuple[int, int]]) -> PyTree:
@@ -409,16 +403,16 @@ class ReplicaGroup:
         """
 
         def run(group: ReplicaGroup, tree: PyTree) -> list[PyTree]:
-            def sent(buffer: Buffer, flat: jax.Array) -> jax.Array:
+            def permute_buffer(buffer: Buffer, flat: jax.Array) -> jax.Array:
                 del buffer
                 axes = group.axis_name
-                return in_slices(
+                return exchange_in_slices(
                     flat, group.local_axis_name, lambda x: permute(x, axes, permutation)
                 )
 
-            return [packing_of(tree, group).map_buffers(sent, tree)]
+            return [packing_of(tree, group).map_buffers(permute_buffer, tree)]
 
-        return self.run(run, [self.own(tree)], self.own(tree), packs=True)[0]
+        return self.run(run, [self.local(tree)], self.local(tree), packs=True)[0]
 
     def mean_in_codec(self, tree: PyTree, *, role: str | None = None) -> tuple[PyTree, PyTree]:
         """Return the mean over replicas of what they send, and what of it this replica has lost.
@@ -426,7 +420,7 @@ class ReplicaGroup:
         Communication: that of `collectives.mean_in_codec`, for each flat buffer.
         """
         run = functools.partial(_mean_in_codec, role=role)
-        mean, lost = self.run(run, [self.own(tree)], self.own(tree), self.own(tree))
+        mean, lost = self.run(run, [self.local(tree)], self.local(tree), self.local(tree))
         return mean, lost
 
     # Verbs between whole trees and blocks.
@@ -442,12 +436,12 @@ class ReplicaGroup:
         names = [""] * len(leaves) if self.without is None else leaf_names(tree)
         is_stacked, dimension = self.without or (lambda name: False, 0)
 
-        def of_leaf(name: str, x: Any, spec: P) -> int | None:
+        def leaf_dimension(name: str, x: Any, spec: P) -> int | None:
             inner = [math.prod(mesh.shape[n] for n in axis_names(e or ())) for e in spec]
             never = dimension % x.ndim if x.ndim and is_stacked(name) else None
             return split_dimension(x.shape, self.size, inner, never)
 
-        return [of_leaf(*one) for one in zip(names, leaves, specs, strict=True)]
+        return [leaf_dimension(*one) for one in zip(names, leaves, specs, strict=True)]
 
     def block(self, tree: PyTree) -> PyTree:
         """Return this replica's blocks of a tree that is equal on all.
@@ -464,7 +458,7 @@ class ReplicaGroup:
                 leaves = [x if d is None else own_block(x, d, axes) for x, d in pairs]
             return [treedef.unflatten(leaves)]
 
-        return self.run(run, [self.own(tree)], self.shared(tree))[0]
+        return self.run(run, [self.local(tree)], self.shared_blocks(tree))[0]
 
     def reduce_scatter(self, tree: PyTree, *, role: str | None = None) -> PyTree:
         """Return this replica's blocks of the mean of a tree over the replicas.
@@ -472,8 +466,8 @@ class ReplicaGroup:
         Communication: one reduce-scatter per buffer of the leaves that are cut, and one all-reduce
           per buffer of those that stay whole; with L local devices each sends 1/L.
         """
-        run = functools.partial(_scattered, cuts=self.dimensions(tree), role=role)
-        return self.over(codec=None).run(run, [self.own(tree)], self.shared(tree))[0]
+        run = functools.partial(_reduce_scatter, cuts=self.dimensions(tree), role=role)
+        return replace(self, codec=None).run(run, [self.local(tree)], self.shared_blocks(tree))[0]
 
     def reduce_scatter_in_codec(
         self, tree: PyTree, *, role: str | None = None
@@ -484,10 +478,10 @@ class ReplicaGroup:
 
         Communication: for the leaves that are cut one all-to-all per buffer of the codec's bytes.
         """
-        run = functools.partial(_scattered, cuts=self.dimensions(tree), role=role)
+        run = functools.partial(_reduce_scatter, cuts=self.dimensions(tree), role=role)
         if not self.cuts_state:
             run = functools.partial(_mean_in_codec, role=role)
-        mean, lost = self.run(run, [self.own(tree)], self.shared(tree), self.own(tree))
+        mean, lost = self.run(run, [self.local(tree)], self.shared_blocks(tree), self.local(tree))
         return mean, lost
 
     def all_gather(self, blocks: PyTree, like: PyTree, *, codec: Codec | None = None) -> PyTree:
@@ -501,11 +495,11 @@ class ReplicaGroup:
         Communication: one all-gather per buffer; with L local devices each sends 1/L, and one
           all-gather over `local_axis_name` follows.
         """
-        run = functools.partial(_gathered, cuts=self.dimensions(like))
+        run = functools.partial(_all_gather, cuts=self.dimensions(like))
         shapes = jax.tree.map(lambda x, b: jax.ShapeDtypeStruct(x.shape, b.dtype), like, blocks)
-        group = self.over(codec=codec)
+        group = replace(self, codec=codec)
         whole = Arrays(shapes, self.layouts(like))
-        return group.run(run, [self.shared(blocks, like)], whole)[0]
+        return group.run(run, [self.shared_blocks(blocks, like)], whole)[0]
 
 
 # The verbs where the axes are mapped.
@@ -539,15 +533,15 @@ def _mean(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None, role: str
 
     packing = packing_of(tree, group, alone_bytes=LARGE_BYTES if local is None else None)
 
-    def as_it_lies(buffer: Buffer, flat: jax.Array) -> jax.Array:
+    def mean_of_buffer(buffer: Buffer, flat: jax.Array) -> jax.Array:
         if len(buffer.pieces) == 1 and local is None:
             # The compiler leaves out both reshapes, and with them the copies of packing.
             flat = flat.reshape(packing.plan.shapes[buffer.leaves[0]])
-        if is_in_blocks(flat):
-            return in_blocks(lambda x: [mean_of(x)], flat)[0].reshape(-1)
+        if uses_blocks(flat):
+            return exchange_in_blocks(lambda x: [mean_of(x)], flat)[0].reshape(-1)
         return mean_of(flat).reshape(-1)
 
-    return packing.map_buffers(as_it_lies, tree, role=role)
+    return packing.map_buffers(mean_of_buffer, tree, role=role)
 
 
 def _mean_in_codec(group: ReplicaGroup, tree: PyTree, *, role: str | None) -> list[PyTree]:
@@ -560,13 +554,13 @@ def _mean_in_codec(group: ReplicaGroup, tree: PyTree, *, role: str | None) -> li
     return [packing.unpack([mean for mean, _ in pairs]), packing.unpack([x for _, x in pairs])]
 
 
-def _scattered(
+def _reduce_scatter(
     group: ReplicaGroup, tree: PyTree, *, cuts: Sequence[int | None], role: str | None
 ) -> list[PyTree]:
     leaves, treedef = jax.tree.flatten(_as_laid_out(tree, group))
     rest = [i for i, d in enumerate(cuts) if d is None]
     # What stays whole is small, as a rule, and sent in full.
-    in_full = group.over(codec=None).of_leaves(tree, rest, lambda _, specs: specs)
+    in_full = replace(group, codec=None).for_leaves(tree, rest, lambda _, specs: specs)
     means = in_full.mean([leaves[i] for i in rest], role=role)
     out = dict(zip(rest, means, strict=True))
     lost = {i: jnp.zeros_like(leaves[i]) for i in rest}
@@ -596,7 +590,7 @@ def _scattered(
     return [blocks, treedef.unflatten([lost[i] for i in range(len(leaves))])]
 
 
-def _gathered(group: ReplicaGroup, tree: PyTree, *, cuts: Sequence[int | None]) -> list[PyTree]:
+def _all_gather(group: ReplicaGroup, tree: PyTree, *, cuts: Sequence[int | None]) -> list[PyTree]:
     if group.size == 1:
         return [tree]
     leaves, treedef = jax.tree.flatten(_as_laid_out(tree, group))
@@ -801,11 +795,11 @@ def packing_of(
     """
     leaves, treedef = jax.tree.flatten(tree)
     types = tuple((leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves)
-    return _planned(treedef, types, replicas.bucket_bytes, alone_bytes)
+    return _plan_packing(treedef, types, replicas.bucket_bytes, alone_bytes)
 
 
 @functools.lru_cache(maxsize=128)
-def _planned(
+def _plan_packing(
     treedef: Any,
     types: tuple[tuple[tuple[int, ...], np.dtype], ...],
     bucket_bytes: int | None,

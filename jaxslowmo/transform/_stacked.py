@@ -41,7 +41,7 @@ class Arrays(NamedTuple):
     cuts: Sequence[int | None] | None = None
     over: tuple[str, ...] = ()
 
-    def typed(self) -> "Arrays":
+    def as_types(self) -> "Arrays":
         """Return the same with the types of the leaves."""
         tree = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), self.tree
@@ -99,7 +99,7 @@ class StackedReplicas:
         """
         trees = [x.tree for x in arguments]
         # What `vmap` keeps must not hold traced values.
-        arguments, results = ([x.typed() for x in parts] for parts in (arguments, results))
+        arguments, results = ([x.as_types() for x in parts] for parts in (arguments, results))
         types = [x.tree for x in results]
 
         @custom_vmap
@@ -110,11 +110,11 @@ class StackedReplicas:
         def rule(size: int, batched: Any, number: jax.Array, *trees: PyTree) -> Any:
             del number
 
-            def stacked(x: jax.Array, is_batched: bool) -> jax.Array:
+            def broadcast(x: jax.Array, is_batched: bool) -> jax.Array:
                 return x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
 
             given = [
-                x if part.cuts is not None else jax.tree.map(stacked, x, where)
+                x if part.cuts is not None else jax.tree.map(broadcast, x, where)
                 for part, x, where in zip(arguments, trees, batched[1:], strict=True)
             ]
             out = self._on_devices(fn, arguments, results)(*given)
@@ -141,7 +141,7 @@ class StackedReplicas:
             zeros.append(zero)
         return treedef.unflatten(zeros)
 
-    def of_any(self, stacked: PyTree, specs: Sequence[P]) -> PyTree:
+    def unreplicate(self, stacked: PyTree, specs: Sequence[P]) -> PyTree:
         """Return the tree of one replica, of stacked trees that are equal on all of them.
 
         Communication: none.
@@ -155,7 +155,7 @@ class StackedReplicas:
     ) -> Callable[..., list[PyTree]]:
         mesh = self.mesh
         if not has_device_per_position(mesh):
-            return self._vmapped(fn, arguments, results)
+            return self._on_virtual_replicas(fn, arguments, results)
         replicas = axis_names(self.axis_name)
 
         def specs(parts: Sequence[Arrays]) -> list[PyTree]:
@@ -178,7 +178,7 @@ class StackedReplicas:
         if not (explicit := _explicit_axes(mesh)):
             return mapped
 
-        def laid(tree: PyTree, specs: PyTree) -> PyTree:
+        def reshard(tree: PyTree, specs: PyTree) -> PyTree:
             def place(x: jax.Array, spec: P) -> jax.Array:
                 # With a mesh in it: the caller's context may have none.
                 where = NamedSharding(mesh, restrict_spec(spec, explicit))
@@ -186,13 +186,13 @@ class StackedReplicas:
 
             return jax.tree.map(place, tree, specs)
 
-        def explicitly(*trees: PyTree) -> list[PyTree]:
-            out = mapped(*map(laid, trees, ins))
-            return [laid(x, spec) for x, spec in zip(out, outs, strict=True)]
+        def reshard_and_call(*trees: PyTree) -> list[PyTree]:
+            out = mapped(*map(reshard, trees, ins))
+            return [reshard(x, spec) for x, spec in zip(out, outs, strict=True)]
 
-        return explicitly
+        return reshard_and_call
 
-    def _vmapped(
+    def _on_virtual_replicas(
         self, fn: Callable[..., Any], arguments: Sequence[Arrays], results: Sequence[Arrays]
     ) -> Callable[..., list[PyTree]]:
         """Return the function for virtual replicas, each of which takes its own blocks."""
@@ -202,7 +202,7 @@ class StackedReplicas:
         def body(*trees: PyTree) -> list[PyTree]:
             return fn(*(_blocks(x, part) for x, part in zip(trees, arguments, strict=True)))
 
-        def joined(x: jax.Array, part: Arrays, leaf: int) -> jax.Array:
+        def join_blocks(x: jax.Array, part: Arrays, leaf: int) -> jax.Array:
             """Return the one array of which each replica has a block, or the whole."""
             assert part.cuts is not None
             cut, shape = part.cuts[leaf], x.shape[1:]
@@ -227,7 +227,7 @@ class StackedReplicas:
                 if part.cuts is None
                 else jax.tree.unflatten(
                     jax.tree.structure(x),
-                    [joined(leaf, part, i) for i, leaf in enumerate(jax.tree.leaves(x))],
+                    [join_blocks(leaf, part, i) for i, leaf in enumerate(jax.tree.leaves(x))],
                 )
                 for x, part in zip(out, results, strict=True)
             ]
@@ -235,17 +235,17 @@ class StackedReplicas:
         return call
 
 
-def number_of_all(
+def unreplicate_number(
     stacked: jax.Array, *, mesh: AnyMesh | AbstractMesh, axis_name: AxisName
 ) -> jax.Array:
     """Return a number that is equal on all replicas, of (replicas,) stacked ones.
 
     Communication: none.
     """
-    return StackedReplicas(mesh, axis_name).of_any(stacked, [P()])
+    return StackedReplicas(mesh, axis_name).unreplicate(stacked, [P()])
 
 
-def over_stacked(
+def vmap_replicas(
     fn: Callable[[StackedReplicas, PyTree, PyTree], tuple[PyTree, PyTree]],
     own: PyTree,
     shared: PyTree,

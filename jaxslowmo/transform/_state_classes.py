@@ -3,7 +3,7 @@
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
+from typing import Any, Literal, Self, TypeVar, cast
 
 import jax
 import optax
@@ -68,7 +68,7 @@ _Class = TypeVar("_Class", bound=type)
 # Maps the class of a state to what its transform exchanges, and to whether only that transform can
 # convert the state for other replicas.
 _OWNERS: dict[type, tuple[Moves, bool]] = {}
-_PASSING: set[type] = set()
+_TRANSIENT: set[type] = set()
 
 
 def register_state(kind: type, moves: Moves, *, needs_owner: bool = False) -> None:
@@ -88,19 +88,19 @@ def gradient_state(kind: _Class) -> _Class:
     return kind
 
 
-def passing_state(kind: _Class) -> _Class:
+def transient_state(kind: _Class) -> _Class:
     """Register the decorated state class: it describes the last update, and no update reads it."""
-    _PASSING.add(kind)
+    _TRANSIENT.add(kind)
     return kind
 
 
-def remembered(state: PyTree) -> list[Any]:
+def persistent_leaves(state: PyTree) -> list[Any]:
     """Return the leaves of a state on which later updates may depend."""
 
-    def is_passing(x: Any) -> bool:
-        return type(x) in _PASSING
+    def is_transient(x: Any) -> bool:
+        return type(x) in _TRANSIENT
 
-    return [x for x in jax.tree.leaves(state, is_leaf=is_passing) if not is_passing(x)]
+    return [x for x in jax.tree.leaves(state, is_leaf=is_transient) if not is_transient(x)]
 
 
 def holds_state(tree: PyTree, moves: Moves, *, needs_owner: bool = False) -> bool:
@@ -134,17 +134,6 @@ def counters_in(tree: PyTree) -> list[tuple[str, jax.Array]]:
     return [(type(x).__name__, x.count) for x in states]
 
 
-class NoExchangeState(NamedTuple):
-    """The state of `no_exchange`; not `optax.EmptyState`, which also optimizers' states hold."""
-
-
-def no_exchange() -> optax.GradientTransformation:
-    """Return the identity transform that takes the place of a missing parameter transform."""
-    return optax.GradientTransformation(
-        lambda params: NoExchangeState(), lambda updates, state, params=None: (updates, state)
-    )
-
-
 def check_order(owner: str, state: PyTree) -> None:
     """Raise `ValueError` for a chain in which something follows a parameter transform.
 
@@ -156,7 +145,7 @@ def check_order(owner: str, state: PyTree) -> None:
       state: state of any optax transform; chains are checked at any depth.
     """
     for chain in filter(_is_chain, jax.tree.leaves(state, is_leaf=_is_chain)):
-        members = [x for x in _members(chain) if not isinstance(x[1], NoExchangeState)]
+        members = list(_members(chain))
         moves = [holds_state(member, "parameters") for _, member in members]
         if moves != sorted(moves):
             first = moves.index(True)

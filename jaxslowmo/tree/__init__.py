@@ -17,7 +17,7 @@ from ._leaves import cached_cast as cached_cast
 from ._leaves import cast as cast
 from ._leaves import check_arrays as check_arrays
 from ._leaves import check_floating as check_floating
-from ._leaves import has_form_of as has_form_of
+from ._leaves import form_matcher as form_matcher
 from ._leaves import leaf_names as leaf_names
 from ._leaves import matching_suffix as matching_suffix
 from ._leaves import not_floating as not_floating

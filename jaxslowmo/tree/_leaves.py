@@ -46,7 +46,7 @@ def parts_of(tree: PyTree, kind: type[_Part]) -> list[_Part]:
     return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
 
 
-def has_form_of(like: PyTree) -> Callable[[PyTree], bool]:
+def form_matcher(like: PyTree) -> Callable[[PyTree], bool]:
     """Return a function that tells whether a tree has the structure and the shapes of `like`."""
     # An optimizer keeps trees of the parameters' form (momentum) and counters. Their form
     # distinguishes them for any optimizer.

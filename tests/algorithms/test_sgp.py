@@ -22,7 +22,7 @@ def test_phases_are_the_rounds_of_the_rotation_without_what_was_skipped():
     assert tx.phases() == [("round 0",), ("round 1",)]
     assert all(tx.due(t) for t in (1, 2, 3))
     local = tx.init(PARAMS).local._replace(exchanges=np.int32(5))
-    assert tx.algorithm.skipped(local, 9) == 4
+    assert tx.algorithm.skip_count(local, 9) == 4
 
 
 def test_a_slow_step_is_no_round():

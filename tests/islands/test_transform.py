@@ -84,7 +84,7 @@ def test_turns_of_gossip_follow_the_exchanges_that_took_place():
 
         state = jax.vmap(update, axis_name="replica")(state, stacked)
     local = jax.tree.map(lambda x: x[0], state.local)
-    assert sync.algorithm.skipped(local, 3) == 1
+    assert sync.algorithm.skip_count(local, 3) == 1
     assert sync.phases() == [("round 0",), ("round 1",)]
 
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.transform import moved_copies, moving_states
+from jaxslowmo.transform import move_copies, moving_states
 from support.meshes import MESHES
 from support.promotion import apply_updates
 
@@ -113,15 +113,15 @@ def assert_moved(found, start, shift=SHIFT):
 )
 def test_points_to_measure_from_stay(optimizer):
     state = optimizer.init(PARAMS)
-    assert moved_copies(state, PARAMS, MOVED) is state
+    assert move_copies(state, PARAMS, MOVED) is state
     assert not moving_states(state)
 
 
 def test_copies_of_ones_own_move_once_they_are_told_and_so_do_those_inside():
     own = Own(PARAMS, PARAMS, contrib.mechanize(contrib.madgrad(0.1)).init(PARAMS))
-    assert_moved(moved_copies(own, PARAMS, MOVED).start, PARAMS, ZEROS)
+    assert_moved(move_copies(own, PARAMS, MOVED).start, PARAMS, ZEROS)
     js.spec.remembers_parameters(Own, moves=("start",), stays=("origin",))
-    moved = moved_copies(own, PARAMS, MOVED)
+    moved = move_copies(own, PARAMS, MOVED)
     assert_moved(moved.start, PARAMS)
     assert_moved(moved.origin, PARAMS, ZEROS)
     assert_moved(moved.inner.base_optimizer_state[1].x0, PARAMS)
@@ -134,7 +134,7 @@ def test_the_move_is_what_the_parameters_hold_afterwards():
     state = contrib.schedule_free_sgd(0.1, state_dtype=jnp.float32).init(half)
     updates = jax.tree.map(lambda x: jnp.full(x.shape, 1 / 3, jnp.float32), half)
     now = apply_updates(half, updates)
-    moved = moved_copies(state, half, now)
+    moved = move_copies(state, half, now)
     for name, z in moved.z.items():
         assert z.dtype == jnp.float32
         np.testing.assert_array_equal(z, now[name].astype(jnp.float32))
@@ -142,11 +142,11 @@ def test_the_move_is_what_the_parameters_hold_afterwards():
 
 def test_what_is_not_finite_or_no_tree_of_parameters_is_not_moved():
     nan = {**MOVED, "a": jnp.array([jnp.nan, 3.0])}
-    moved = only(moved_copies(contrib.cocob().init(PARAMS), PARAMS, nan), "init_particles")
+    moved = only(move_copies(contrib.cocob().init(PARAMS), PARAMS, nan), "init_particles")
     assert_moved(moved, PARAMS, {"a": jnp.array([0.0, 1.0]), "b": SHIFT["b"]})
     flat = optax.flatten(contrib.cocob()).init(PARAMS)
     with pytest.raises(ValueError, match=r"COCOBState.init_particles.*optax\.flatten"):
-        moved_copies(flat, PARAMS, MOVED)
+        move_copies(flat, PARAMS, MOVED)
 
 
 # States

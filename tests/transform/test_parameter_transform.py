@@ -147,7 +147,7 @@ def test_a_skipped_exchange_does_not_rotate_the_graph_and_fragments_share_one_pe
     skip = lambda x: sgp.update(x, sgp.init(x), x, communicate=False)[1]  # noqa: E731
     state = jax.tree.map(lambda x: x[0], jax.vmap(skip, axis_name="replica")(x))
     algorithm = sgp.algorithm
-    assert algorithm.phase(2, algorithm.skipped(state.local, 1)) == ("round 0",)
+    assert algorithm.phase(2, algorithm.skip_count(state.local, 1)) == ("round 0",)
     many = js.diloco("replica", sync_every=96, fragments=8)
     assert js.only_finite(many).phases() == many.phases()
     assert js.only_finite(many).algorithm.schedules == many.algorithm.schedules

@@ -272,8 +272,6 @@ def test_sums_and_messages_of_trees():
         assert not np.any(x[0])
 
 
-def test_other_settings_of_a_group():
+def test_layout_of_a_group():
     group = js.spec.ReplicaGroup(("a", "b"), "device", codec=js.codecs.int8())
-    assert group.placed(None, P("x")).placed(None, P("y")).param_specs == P("x")
-    other = group.over("a", codec=None)
-    assert (other.axes, other.bound_axes, other.codec) == (("a",), ("a", "device"), None)
+    assert group.with_layout(None, P("x")).with_layout(None, P("y")).param_specs == P("x")

@@ -22,7 +22,7 @@ class RadialDirectional:
 
     where: Callable[[str], bool] | None = None
 
-    def merged(self, v: PyTree, mass: jax.Array | None, replicas: ReplicaGroup) -> PyTree:
+    def combine(self, v: PyTree, mass: jax.Array | None, replicas: ReplicaGroup) -> PyTree:
         """Return the displacement of all replicas, of this replica's and its weight."""
         leaves, treedef = jax.tree.flatten(v)
         mass = jnp.ones([], jnp.float32) if mass is None else mass

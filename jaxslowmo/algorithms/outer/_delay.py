@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import PyTree
 from ...collectives import async_mean, mean_in_codec, quotient
 from ...mesh import uniform
-from ...transform import Overlapped, ReplicaGroup, packing_of
+from ...transform import OverlappedExchange, ReplicaGroup, packing_of
 from ...tree import Buffer, at_least_float32
-from .._error_feedback import has_leaves, kept
-from ._fragments import SEND, SLOW, Turn
+from .._error_feedback import has_leaves, next_residual
+from ._fragments import SEND, SLOW, FragmentSchedule
 
 NOTHING = -1  # `InFlight.parts` where nothing is in flight
 
@@ -36,7 +36,7 @@ class InFlight(NamedTuple):
     parts: jax.Array  # () int32, number of averaged parts; -1 where nothing is in flight
     residual: PyTree = ()  # with error feedback: what of the averaged parts was not sent
 
-    def dropped(self, when: Any = True) -> "InFlight":
+    def drop(self, when: Any = True) -> "InFlight":
         """Return what is in flight, or where `when` nothing."""
         return self._replace(parts=jnp.where(when, NOTHING, self.parts).astype(jnp.int32))
 
@@ -65,7 +65,7 @@ def average_part(flight: InFlight, replicas: ReplicaGroup, delay: int) -> InFlig
         of_residual = of_values if has_leaves(flight.residual) else ()
         others = len(jax.tree.leaves(flight)) - len(of_values) - len(of_residual)
         specs = [*of_values, *[P()] * others, *of_residual]
-    held = replicas.own(flight, specs)
+    held = replicas.local(flight, specs)
     flight = replicas.run(run, [held], held, packs=True)[0]
     # More than all parts are in a state that `average_all` has completed.
     parts = jnp.where(flight.parts < 0, NOTHING, jnp.minimum(flight.parts + 1, delay))
@@ -80,7 +80,7 @@ def _with_mean(flight: InFlight, number: jax.Array, replicas: ReplicaGroup, dela
     """
     axes, local, codec = replicas.axis_name, replicas.local_axis_name, replicas.codec
 
-    def averaged(buffer: Buffer, held: list[jax.Array]) -> list[jax.Array]:
+    def average_slice(buffer: Buffer, held: list[jax.Array]) -> list[jax.Array]:
         del buffer
         size = -(-held[0].size // delay)
         start, padding = number * size, (0, delay * size - held[0].size)
@@ -90,7 +90,7 @@ def _with_mean(flight: InFlight, number: jax.Array, replicas: ReplicaGroup, dela
             new = [async_mean(part, axes, local)]
         else:
             mean, lost = mean_in_codec(part, axes, codec, local)
-            new = [mean, kept(codec, lost)][: len(held)]
+            new = [mean, next_residual(codec, lost)][: len(held)]
         pairs = zip(padded, new, strict=True)
         return [lax.dynamic_update_slice(x, n, (start,))[: held[0].size] for x, n in pairs]
 
@@ -98,7 +98,7 @@ def _with_mean(flight: InFlight, number: jax.Array, replicas: ReplicaGroup, dela
     flats = [packing.pack(flight.values, role="slow")]
     if has_leaves(flight.residual):
         flats.append(packing.pack(flight.residual))
-    found = packing.map(averaged, [list(held) for held in zip(*flats, strict=True)])
+    found = packing.map(average_slice, [list(held) for held in zip(*flats, strict=True)])
     values, *lost = [packing.unpack([x[i] for x in found]) for i in range(len(flats))]
     return flight._replace(values=values, residual=lost[0] if lost else flight.residual)
 
@@ -110,14 +110,16 @@ def average_all(flight: InFlight, *, replicas: ReplicaGroup, delay: int) -> InFl
     """
     axes, local = replicas.axis_name, replicas.local_axis_name
 
-    def averaged(buffer: Buffer, flat: jax.Array) -> jax.Array:
+    def average_buffer(buffer: Buffer, flat: jax.Array) -> jax.Array:
         del buffer
         return async_mean(flat, axes, local)
 
     if replicas.codec is None:
         # Parts that are a mean already keep it.
         packing = packing_of(flight.values, replicas)
-        flight = flight._replace(values=packing.map_buffers(averaged, flight.values, role="slow"))
+        flight = flight._replace(
+            values=packing.map_buffers(average_buffer, flight.values, role="slow")
+        )
     else:
         # One after the other, so that the codes are those of the parts; no mean is sent twice.
         for number in range(delay):
@@ -133,7 +135,7 @@ def with_flight(flights: Sequence[InFlight], number: int, flight: InFlight) -> t
     return (*flights[:number], flight, *flights[number + 1 :])
 
 
-def arrived(flight: InFlight, replicas: ReplicaGroup) -> tuple[PyTree, jax.Array]:
+def arrived_mean(flight: InFlight, replicas: ReplicaGroup) -> tuple[PyTree, jax.Array]:
     """Return the mean of what was taken, and whether any replica had weight.
 
     Communication: one all-reduce of 4 bytes.
@@ -142,20 +144,22 @@ def arrived(flight: InFlight, replicas: ReplicaGroup) -> tuple[PyTree, jax.Array
     return jax.tree.map(lambda x: quotient(x, total), flight.values), total > 0
 
 
-def overlapped(turns: Sequence[Turn], replicas: ReplicaGroup, delay: int) -> Overlapped:
+def overlapped_exchange(
+    schedules: Sequence[FragmentSchedule], replicas: ReplicaGroup, delay: int
+) -> OverlappedExchange:
     """Return the exchange of a fragment as a program of its own, beside the updates of its delay.
 
     Args:
-      turns: the turn of each fragment.
+      schedules: the schedule of each fragment.
       replicas: the replicas, whose devices hold whole leaves.
       delay: number of updates between taking what is sent and applying its mean.
     """
-    of_event = {turn.event(SEND): turn for turn in turns}
+    of_event = {schedule.event(SEND): schedule for schedule in schedules}
 
     def number(event: str) -> int:
         return of_event[event].number
 
-    def put(local: PyTree, event: str, flight: InFlight) -> PyTree:
+    def with_values(local: PyTree, event: str, flight: InFlight) -> PyTree:
         return local | {"in_flight": with_flight(local["in_flight"], number(event), flight)}
 
     def is_behind(local: PyTree, event: str, t: int) -> bool:
@@ -163,11 +167,11 @@ def overlapped(turns: Sequence[Turn], replicas: ReplicaGroup, delay: int) -> Ove
         sent = int(local["in_flight"][number(event)].parts)
         return 0 <= sent < of_event[event].parts_before(t)
 
-    return Overlapped(
-        sends=lambda phase: tuple(event for event in phase if event in of_event),
-        sent=lambda local, event: local["in_flight"][number(event)],
+    return OverlappedExchange(
+        sending_events=lambda phase: tuple(event for event in phase if event in of_event),
+        values_to_send=lambda local, event: local["in_flight"][number(event)],
         exchange=functools.partial(average_all, replicas=replicas, delay=delay),
-        put=put,
-        ends=lambda phase, event: of_event[event].event(SLOW) in phase,
+        with_values=with_values,
+        is_applied=lambda phase, event: of_event[event].event(SLOW) in phase,
         is_behind=is_behind,
     )

@@ -14,7 +14,7 @@ import optax
 from ..._support.checks import ArgumentError, checked_int, checks_flags
 from ..._support.types import PyTree
 from ...transform import Every
-from ...tree import Staged, has_form_of, leaf_names, parts_of
+from ...tree import Staged, form_matcher, leaf_names, parts_of
 
 TAKE, SEND, SLOW = "take", "send", "slow"  # the first two with a delay
 
@@ -86,11 +86,11 @@ class Part:
     count: int
     interleaved: bool = False
 
-    def of(self, x: Any) -> Any:
+    def read(self, x: Any) -> Any:
         """Return this part of an array."""
         return x[self._place(x)]
 
-    def put(self, x: Any, part: Any) -> Any:
+    def write(self, x: Any, part: Any) -> Any:
         """Return the array with this part replaced."""
         if self.interleaved:
             return x.at[self._place(x)].set(part)
@@ -120,7 +120,7 @@ class Fragment:
     places: tuple[int, ...] | None = None
     part: Part | None = None
 
-    def of(self, tree: PyTree) -> Any:
+    def select(self, tree: PyTree) -> Any:
         """Return the fragment's leaves of a tree.
 
         The result has the structure of `tree`, with `optax.MaskedNode()` in the place of leaves of
@@ -130,12 +130,12 @@ class Fragment:
         if self.places is None:
             return tree
         leaves, part = jax.tree.leaves(tree), self.part
-        return self.like(
-            tree, [leaves[i] if part is None else part.of(leaves[i]) for i in self.places]
+        return self.unflatten(
+            tree, [leaves[i] if part is None else part.read(leaves[i]) for i in self.places]
         )
 
-    def like(self, tree: PyTree, leaves: list[Any]) -> Any:
-        """Return these values, one for each of the fragment's leaves, in the form of `of(tree)`."""
+    def unflatten(self, tree: PyTree, leaves: list[Any]) -> Any:
+        """Return these values, one for each leaf of the fragment, in the form of `select(tree)`."""
         if self.places is None or parts_of(tree, Staged):
             return leaves
         structure = jax.tree.structure(tree)
@@ -144,14 +144,14 @@ class Fragment:
             nodes[place] = leaf
         return structure.unflatten(nodes)
 
-    def put(self, tree: PyTree, leaves: Any) -> PyTree:
+    def write(self, tree: PyTree, leaves: Any) -> PyTree:
         """Return `tree` with the fragment's leaves replaced."""
         if self.places is None:
             return leaves
         all_leaves, treedef = jax.tree.flatten(tree)
         for place, leaf in zip(self.places, jax.tree.leaves(leaves), strict=True):
             part = self.part
-            all_leaves[place] = leaf if part is None else part.put(all_leaves[place], leaf)
+            all_leaves[place] = leaf if part is None else part.write(all_leaves[place], leaf)
         return treedef.unflatten(all_leaves)
 
 
@@ -166,26 +166,26 @@ class FragmentStates(NamedTuple):
     rest: tuple[Any, ...]  # for each fragment the other leaves, such as its count; or its state
 
 
-def joined_states(
+def combine_states(
     states: Sequence[PyTree], fragments: Sequence[Fragment], anchor: PyTree
 ) -> PyTree:
     """Return the states of all fragments as one; the state itself of a single fragment."""
     if len(fragments) == 1:
         return states[0]
-    parted = [_parted(x, f.of(anchor)) for x, f in zip(states, fragments, strict=True)]
-    counts = {len(like) for like, _ in parted}
+    split = [_split_state(x, f.select(anchor)) for x, f in zip(states, fragments, strict=True)]
+    counts = {len(like) for like, _ in split}
     if 0 in counts or len(counts) > 1:
         # The optimizer tells leaves apart: no tree of moments goes through all fragments.
         return FragmentStates((), tuple(states))
     moments: list[PyTree] = []
     rest = []
-    for fragment, (like, others) in zip(fragments, parted, strict=True):
+    for fragment, (like, others) in zip(fragments, split, strict=True):
         if not moments:  # they may have another dtype than the anchor
             dtypes = [jax.tree.leaves(tree)[0].dtype for tree in like]
             moments = [
                 jax.tree.map(lambda a, to=to: jnp.zeros_like(a, to), anchor) for to in dtypes
             ]
-        moments = [fragment.put(m, x) for m, x in zip(moments, like, strict=True)]
+        moments = [fragment.write(m, x) for m, x in zip(moments, like, strict=True)]
         rest.append(tuple(others))
     return FragmentStates(tuple(moments), tuple(rest))
 
@@ -197,13 +197,13 @@ def with_state(states: PyTree, fragment: Fragment, state: PyTree, anchor: PyTree
     moments, rest = (), [*states.rest]
     rest[fragment.number] = state
     if states.moments:
-        like, others = _parted(state, fragment.of(anchor))
-        moments = tuple(fragment.put(m, x) for m, x in zip(states.moments, like, strict=True))
+        like, others = _split_state(state, fragment.select(anchor))
+        moments = tuple(fragment.write(m, x) for m, x in zip(states.moments, like, strict=True))
         rest[fragment.number] = tuple(others)
     return FragmentStates(moments, tuple(rest))
 
 
-def state_of(
+def fragment_state(
     states: PyTree, fragment: Fragment, init: Callable[[PyTree], PyTree], anchor: PyTree
 ) -> PyTree:
     """Return the state of one fragment, of the structure that `init` makes."""
@@ -211,36 +211,36 @@ def state_of(
         return states
     if not states.moments:
         return states.rest[fragment.number]
-    part = fragment.of(anchor)
+    part = fragment.select(anchor)
     template = jax.eval_shape(init, part)
-    is_alike = has_form_of(part)
+    is_alike = form_matcher(part)
     leaves, treedef = jax.tree.flatten(template, is_leaf=is_alike)
-    moments = iter([fragment.of(m) for m in states.moments])
+    moments = iter([fragment.select(m) for m in states.moments])
     rest = iter(states.rest[fragment.number])
     return treedef.unflatten([next(moments if is_alike(x) else rest) for x in leaves])
 
 
-def _parted(state: PyTree, like: PyTree) -> tuple[list[PyTree], list[Any]]:
+def _split_state(state: PyTree, like: PyTree) -> tuple[list[PyTree], list[Any]]:
     """Return the trees in `state` that are like `like`, and the other leaves."""
-    is_alike = has_form_of(like)
+    is_alike = form_matcher(like)
     leaves = jax.tree.leaves(state, is_leaf=is_alike)
     return [x for x in leaves if is_alike(x)], [x for x in leaves if not is_alike(x)]
 
 
 @dataclass(frozen=True)
-class Turn:
+class FragmentSchedule:
     """The events of one fragment, and the updates in which they are due.
 
     Attributes:
       number: number of the fragment, from 0.
       count: the number of fragments.
-      schedule: the updates in which its slow step is due.
+      every: the updates in which its slow step is due.
       delay: number of updates between taking what is sent and applying its mean.
     """
 
     number: int
     count: int
-    schedule: Every
+    every: Every
     delay: int
 
     def event(self, name: str) -> str:
@@ -249,36 +249,36 @@ class Turn:
 
     def takes(self, t: Any) -> Any:
         """Return whether update `t`, an int or an array, takes what is sent."""
-        return self.schedule(t + self.delay)
+        return self.every(t + self.delay)
 
     def sends(self, t: Any) -> Any:
         """Return whether update `t` sends a part; the last one goes with the slow step."""
-        return self._within(t, self.delay)
+        return self._is_within(t, self.delay)
 
     def parts_before(self, t: int) -> int:
         """Return how many parts of what is in flight were sent in the updates before `t`."""
-        return self.delay - 1 - self._left(t) if self._within(t, self.delay) else 0
+        return self.delay - 1 - self._updates_left(t) if self._is_within(t, self.delay) else 0
 
-    def _left(self, t: Any) -> Any:
+    def _updates_left(self, t: Any) -> Any:
         """Return the number of updates from update `t` to the next slow step."""
-        return (self.schedule.start + self.schedule.offset - t) % self.schedule.k
+        return (self.every.start + self.every.offset - t) % self.every.k
 
-    def _within(self, t: Any, updates: int) -> Any:
+    def _is_within(self, t: Any, updates: int) -> Any:
         """Return whether a slow step is less than `updates` updates after update `t`."""
-        left = self._left(t)
-        return (left < updates) & (t + left > self.schedule.start)
+        left = self._updates_left(t)
+        return (left < updates) & (t + left > self.every.start)
 
 
 @functools.cache  # every step on the host asks for phases several times
-def turns_of(schedule: Every, count: int, delay: int) -> tuple[Turn, ...]:
-    """Return the turns of `count` fragments, at equal distances in a period; the last ends it."""
+def fragment_schedules(schedule: Every, count: int, delay: int) -> tuple[FragmentSchedule, ...]:
+    """Return the schedules of `count` fragments, evenly over a period, which the last one ends."""
     distance = schedule.k // count
     shifts = [(count - 1 - number) * distance for number in range(count - 1)]
     earlier = [replace(schedule, offset=schedule.offset - shift) for shift in shifts]
-    return tuple(Turn(i, count, x, delay) for i, x in enumerate([*earlier, schedule]))
+    return tuple(FragmentSchedule(i, count, x, delay) for i, x in enumerate([*earlier, schedule]))
 
 
-def check_turns(owner: str, schedule: Every, count: int, delay: int) -> None:
+def check_fragment_schedules(owner: str, schedule: Every, count: int, delay: int) -> None:
     """Check that fragments can take turns at equal distances, each before its own next one.
 
     Raises:
@@ -304,7 +304,7 @@ def check_turns(owner: str, schedule: Every, count: int, delay: int) -> None:
         )
 
 
-def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:
+def make_fragments(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment, ...]:
     """Return the fragments of these parameters, of which only shapes and dtypes matter.
 
     Stages of a pipeline are cut alike: each fragment has a part of every stage's buffers, so all
@@ -320,9 +320,9 @@ def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment,
         return (ALL_LEAVES,)
     names = leaf_names(params)
     if isinstance(fragments, Layers):
-        return _of_layers(owner, fragments, params, names)
+        return _layer_fragments(owner, fragments, params, names)
     if not callable(fragments) and parts_of(params, Staged):
-        return _cut_alike(owner, fragments, params)
+        return _stage_fragments(owner, fragments, params)
     if callable(fragments):
         numbers = [fragments(name) for name in names]
         wanted = set(range(len(set(numbers))))
@@ -334,7 +334,7 @@ def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment,
                 f"got {', '.join(shown[:9])}.",
             )
     else:
-        numbers = _balanced(owner, fragments, params, names)
+        numbers = _even_fragments(owner, fragments, params, names)
     if len(set(numbers)) == 1:
         return (ALL_LEAVES,)
     places: list[list[int]] = [[] for _ in set(numbers)]
@@ -343,7 +343,7 @@ def divided(owner: str, fragments: Fragments, params: PyTree) -> tuple[Fragment,
     return tuple(Fragment(number, tuple(members)) for number, members in enumerate(places))
 
 
-def _of_layers(
+def _layer_fragments(
     owner: str, fragments: Layers, params: PyTree, names: Sequence[str]
 ) -> tuple[Fragment, ...]:
     """Return fragment 0, the leaves without stacked layers, and those of layers."""
@@ -370,7 +370,7 @@ def _of_layers(
     )
 
 
-def _cut_alike(owner: str, count: int, params: PyTree) -> tuple[Fragment, ...]:
+def _stage_fragments(owner: str, count: int, params: PyTree) -> tuple[Fragment, ...]:
     """Return fragments that have a part of the last dimension of each leaf."""
     # The last dimension holds the leaves of a stage, and is never split over devices. A stage may
     # end before it does, so a part of it may be padding.
@@ -386,7 +386,7 @@ def _cut_alike(owner: str, count: int, params: PyTree) -> tuple[Fragment, ...]:
     return tuple(Fragment(i, places, Part(-1, i, count)) for i in range(count))
 
 
-def _balanced(owner: str, count: int, params: PyTree, names: Sequence[str]) -> list[int]:
+def _even_fragments(owner: str, count: int, params: PyTree, names: Sequence[str]) -> list[int]:
     """Return the fragment of each leaf: `count` runs of leaves with even numbers of bytes."""
     sizes = [int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(params)]
     if count > len(sizes):

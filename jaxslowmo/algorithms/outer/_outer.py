@@ -3,9 +3,9 @@
 SlowMo and DiLoCo are this algorithm with different outer optimizers. A model is a list of
 fragments, whose slow steps are due one after another; as a rule of one fragment, the whole model.
 
-Three words: y are the parameters after the optimizer's update; x and its *mass* are the weighted
+Two words: y are the parameters after the optimizer's update; x and its *mass* are the weighted
 parameters and the weight of push-sum, or of replicas that count differently, so that the mean is
-the sum of x over the sum of masses; a *turn* is when the events of one fragment are due.
+the sum of x over the sum of masses.
 
 With a `delay`, taking what a slow step sends and sending it are events of earlier updates; see
 `_delay.py`. Source of fragments, `delay` and `merge`: Douillard et al., "Streaming DiLoCo with
@@ -33,23 +33,23 @@ from ...transform import (
     InnerState,
     ReplicaGroup,
     UpdateContext,
-    around,
-    changed_moments,
     moment_events,
     over_stages,
     run_if,
+    update_moments,
+    wrap_algorithm,
 )
 from ...tree import Staged, add, at_least_float32, parts_of, subtract, widen_updates
-from .._error_feedback import first_memory, has_leaves, kept, part_to_send
+from .._error_feedback import first_memory, has_leaves, next_residual, part_to_send
 from ._aggregate import NormWeighted, RadialDirectional
-from ._blocks import Displaced, slow_step, slow_step_in_blocks
+from ._blocks import DisplacementFn, slow_step, slow_step_in_blocks
 from ._delay import (
     NOTHING,
     InFlight,
-    arrived,
+    arrived_mean,
     average_part,
     nothing_in_flight,
-    overlapped,
+    overlapped_exchange,
     with_flight,
 )
 from ._fragments import (
@@ -59,13 +59,13 @@ from ._fragments import (
     TAKE,
     Fragment,
     Fragments,
+    FragmentSchedule,
     Layers,
-    Turn,
-    check_turns,
-    divided,
-    joined_states,
-    state_of,
-    turns_of,
+    check_fragment_schedules,
+    combine_states,
+    fragment_schedules,
+    fragment_state,
+    make_fragments,
     with_state,
 )
 
@@ -156,10 +156,10 @@ class _Outer:
         owner, merge = self.owner, self.merge
         checked_int(f"{owner}: `delay` counts updates and", self.delay, 0)
         if isinstance(self.fragments, Layers):
-            check_turns(owner, self.schedule, self.fragments.count, self.delay)
+            check_fragment_schedules(owner, self.schedule, self.fragments.count, self.delay)
         elif not callable(self.fragments):
             checked_int(f"{owner}: `fragments`", self.fragments, 1)
-            check_turns(owner, self.schedule, self.fragments, self.delay)
+            check_fragment_schedules(owner, self.schedule, self.fragments, self.delay)
         if self.delay and self.schedule.before == "all":
             raise ArgumentError(
                 "delay",
@@ -209,10 +209,10 @@ class _Outer:
         """Return the algorithm for these parameters; see `Algorithm.bind`."""
         base, group = self.base.bound(axis_sizes, params), self.group
         if isinstance(self.fragments, Layers):
-            group = group.over(without=(self.fragments.where, self.fragments.axis))
+            group = replace(group, without=(self.fragments.where, self.fragments.axis))
         elif self.fragments != 1 and parts_of(params, Staged):  # cut along the last dimension
-            group = group.over(without=(lambda name: True, -1))
-        known = self.known if params is None else self.divided(params)
+            group = replace(group, without=(lambda name: True, -1))
+        known = self.known if params is None else self.make_fragments(params)
         if self.aggregate is not None and parts_of(params, Staged):
             raise ArgumentError(
                 "aggregate",
@@ -225,13 +225,13 @@ class _Outer:
         # may be a sum over replicas.
         fits = fits and (self.is_sharded is not None or not parts_of(params, Staged))
         is_sharded = self.is_sharded if fits else False
-        group = group.over(is_cut=is_sharded)
+        group = replace(group, is_cut=is_sharded)
         bound = replace(self, base=base, group=group, known=known, is_sharded=is_sharded)
-        inside = around(base)
+        inside = wrap_algorithm(base)
         algorithm = Algorithm(
             groups=(*base.groups, group),
-            local=bound.local,
-            shared=bound.shared,
+            local=bound.first_local_state,
+            shared=bound.first_shared_state,
             mass=inside.mass,
             counts_alike=base.counts_alike,
             reset=inside.reset,
@@ -255,18 +255,18 @@ class _Outer:
                 )
                 return replace(algorithm, needs=needs)
             count = len(known)
-            check_turns(self.owner, self.schedule, count, self.delay)
+            check_fragment_schedules(self.owner, self.schedule, count, self.delay)
         if base.needs:
             return replace(algorithm, needs=base.needs)
-        turns = turns_of(self.schedule, count, self.delay)
-        beside = None
+        schedules = fragment_schedules(self.schedule, count, self.delay)
+        overlapped = None
         if self.delay and self.group.local_axis_name is None:
             # With devices that share a replica's work, its local steps hold collectives already,
             # which the exchange would have to wait for.
-            beside = overlapped(turns, group.over(without=None), self.delay)
-        return replace(algorithm, events=bound.events(turns), overlapped=beside)
+            overlapped = overlapped_exchange(schedules, replace(group, without=None), self.delay)
+        return replace(algorithm, events=bound.events(schedules), overlapped=overlapped)
 
-    def divided(self, params: PyTree) -> tuple[Fragment, ...]:
+    def make_fragments(self, params: PyTree) -> tuple[Fragment, ...]:
         """Return the fragments of these parameters."""
         if self.fragments == 1:
             return (ALL_LEAVES,)
@@ -277,47 +277,49 @@ class _Outer:
                 "`outer_optimizer` must be element-wise, which shard_state=True promises. Use "
                 "fragments=1 with one that is not.",
             )
-        return divided(self.owner, self.fragments, params)
+        return make_fragments(self.owner, self.fragments, params)
 
-    def events(self, turns: tuple[Turn, ...]) -> tuple[Event, ...]:
+    def events(self, schedules: tuple[FragmentSchedule, ...]) -> tuple[Event, ...]:
         """Return the events of the base, and those of each fragment.
 
         With a delay, what is taken in one update is sent in later ones, before it is applied.
         """
-        events = [_on_base_of_shared(event) for event in around(self.base).events]
-        for turn in turns:
-            number = turn.number
+        events = [_wrap_shared_state(event) for event in wrap_algorithm(self.base).events]
+        for schedule in schedules:
+            number = schedule.number
 
-            def event(name: str, due: Any, run: Any, turn: Turn = turn, **options: Any) -> Event:
-                run = functools.partial(run, number=turn.number)
-                return Event(turn.event(name), due, run, self.group, **options)
+            def event(
+                name: str, due: Any, run: Any, schedule: FragmentSchedule = schedule, **options: Any
+            ) -> Event:
+                run = functools.partial(run, number=schedule.number)
+                return Event(schedule.event(name), due, run, self.group, **options)
 
             of_slow = {"replaces": self.replaces_base, "inner_state": self.to_moments}
             if not self.delay:
-                events.append(event(SLOW, turn.schedule, self.slow, **of_slow))
+                events.append(event(SLOW, schedule.every, self.slow, **of_slow))
                 continue
-            missed = functools.partial(_missed, number=number)
+            missed = functools.partial(_drop_in_flight, number=number)
             # With a conditional around it the exchange would run beside nothing. Where any update
             # but one sends, that one overwrites what it sent.
-            always = self.delay == self.schedule.k - 1 and len(turns) == 1
+            always = self.delay == self.schedule.k - 1 and len(schedules) == 1
             events += [
                 # It comes first: where it is not due, taking overwrites what it sent.
-                event(SEND, turn.sends, self.send, missed=missed, is_unconditional=always),
-                event(TAKE, turn.takes, self.take, missed=missed),
-                event(SLOW, turn.schedule, self.land, missed=missed, **of_slow),
+                event(SEND, schedule.sends, self.send, missed=missed, is_unconditional=always),
+                event(TAKE, schedule.takes, self.take, missed=missed),
+                event(SLOW, schedule.every, self.apply_in_flight, missed=missed, **of_slow),
             ]
         return (*events, *moment_events(self.owner, self.inner_state, self.group)[1])
 
     # The state.
 
-    def local(self, params: PyTree) -> dict[str, Any]:
+    def first_local_state(self, params: PyTree) -> dict[str, Any]:
         """Return the first state of a replica."""
         state: dict[str, Any] = {"base": self.base.local(params)}
         if self.rate is not None and self.rate.is_passed:
             # The largest rate since the last slow step of each fragment.
             state["rates"] = jnp.zeros([max(1, len(self.known))], jnp.float32)
         if not self.exact_average:
-            state |= self.first_outer(params)
+            state |= self.first_outer_state(params)
         if self.group.codec is not None:
             state["sent"] = first_memory(
                 self.group.codec, params, has_reference=bool(self.is_sharded)
@@ -325,21 +327,22 @@ class _Outer:
         if self.delay:
             residual = state["sent"].residual if "sent" in state else ()
             state["in_flight"] = tuple(
-                nothing_in_flight(x.of(params), _part(x, residual)) for x in self.known
+                nothing_in_flight(x.select(params), _select_residual(x, residual))
+                for x in self.known
             )
         return state
 
-    def shared(self, params: PyTree) -> dict[str, Any]:
+    def first_shared_state(self, params: PyTree) -> dict[str, Any]:
         """Return the first state of all replicas, for parameters or their blocks."""
         base = {"base": self.base.shared(params)}
-        return base | self.first_outer(params) if self.exact_average else base
+        return base | self.first_outer_state(params) if self.exact_average else base
 
-    def first_outer(self, params: PyTree) -> dict[str, Any]:
+    def first_outer_state(self, params: PyTree) -> dict[str, Any]:
         """Return the first anchor, and the state of the outer optimizer."""
         # The anchor sums many small displacements, which half precision would lose.
         anchor = jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), params)
-        states = [self.stepper(params, x).init(x.of(anchor)) for x in self.known]
-        return {"anchor": anchor, "outer": joined_states(states, self.known, anchor)}
+        states = [self.stepper(params, x).init(x.select(anchor)) for x in self.known]
+        return {"anchor": anchor, "outer": combine_states(states, self.known, anchor)}
 
     def stepper(self, params: PyTree, fragment: Fragment) -> optax.GradientTransformationExtraArgs:
         """Return the optimizer of a fragment's anchor.
@@ -353,7 +356,7 @@ class _Outer:
 
     def begin(self, updates: PyTree, local: Any, shared: Any, context: UpdateContext) -> Any:
         """Do what the base does in any update, and observe the learning rate."""
-        base = around(self.base)
+        base = wrap_algorithm(self.base)
         if base.begin is not None:
             updates, local, inner = base.begin(updates, local, shared["base"], context)
             shared = shared | {"base": inner}
@@ -368,7 +371,7 @@ class _Outer:
         state = shared if self.exact_average else local
         outer = state["outer"]
         for fragment in self.known:
-            one = state_of(outer, fragment, self.optimizer.init, state["anchor"])
+            one = fragment_state(outer, fragment, self.optimizer.init, state["anchor"])
             outer = with_state(outer, fragment, self.rate.observe(one, rate), state["anchor"])
         state = state | {"outer": outer}
         return (updates, local, state) if self.exact_average else (updates, state, shared)
@@ -394,36 +397,44 @@ class _Outer:
         D = anchor - average;  anchor <- anchor + optimizer(D);  params = anchor
         """
         fragment = self.known[number]
-        replicas = _of_fragment(fragment, replicas, carry.before)
+        replicas = _fragment_group(fragment, replicas, carry.before)
 
         def step(carry: Carry) -> Carry:
-            mass, displaced = None, None
+            mass, displacement_fn = None, None
             # D, the pseudo-gradient: the displacement since the last slow step, sign reversed.
             if not self.exact_average:
                 state = self.outer_state(carry)
                 values = jax.tree.map(subtract, state["anchor"], carry.params)
             else:
-                x, mass = self.weighted(carry, context)
-                values, mass = self.judged(fragment, fragment.of(x), mass, replicas, carry)
+                x, mass = self.weighted_params(carry, context)
+                values, mass = self.weigh_by_norm(
+                    fragment, fragment.select(x), mass, replicas, carry
+                )
                 if self.group.codec is None:
-                    displaced = self.displacement(mass, replicas, context)
+                    displacement_fn = self.displacement_fn(mass, replicas, context)
                 else:
-                    parts, anyone = self.parts(fragment, values, mass, replicas, carry)
+                    parts, anyone = self.displacement_to_send(
+                        fragment, values, mass, replicas, carry
+                    )
                     values, lost = replicas.reduce_scatter_in_codec(parts, role="slow")
-                    values, carry = self.remembered(fragment, anyone, values, lost, carry, replicas)
+                    values, carry = self.update_residual(
+                        fragment, anyone, values, lost, carry, replicas
+                    )
             rate = self.rate_of(context)
-            return self.moved(fragment, values, mass, rate, replicas, context, carry, displaced)
+            return self.apply_outer_step(
+                fragment, values, mass, rate, replicas, context, carry, displacement_fn
+            )
 
-        return self.if_permitted(step, carry, replicas)
+        return self.permit_step(step, carry, replicas)
 
-    def if_permitted(
+    def permit_step(
         self, step: Callable[[Carry], Carry], carry: Carry, replicas: ReplicaGroup
     ) -> Carry:
         """Return `step(carry)`, unless the base, such as `only_finite`, refuses the exchange."""
-        permit = around(self.base).permit
+        permit = wrap_algorithm(self.base).permit
         if permit is None or not self.exact_average:
             return step(carry)
-        allowed, local = permit(carry, replicas.plain.over(self.axes))
+        allowed, local = permit(carry, replace(replicas.plain, axis_name=self.axes))
         carry = carry._replace(local=local)
         axes = (*self.group.bound_axes, *self.base.bound_axes)
         before = carry.before  # passes through no conditional
@@ -444,42 +455,44 @@ class _Outer:
         """Return the state with anchor and outer state: local where replicas have their own."""
         return carry.shared if self.exact_average else carry.local
 
-    def weighted(self, carry: Carry, context: UpdateContext) -> tuple[PyTree, jax.Array | None]:
+    def weighted_params(
+        self, carry: Carry, context: UpdateContext
+    ) -> tuple[PyTree, jax.Array | None]:
         """Return the weighted parameters and their weight, None if it is always 1."""
         x, weight = carry.params, context.weight
         mass: jax.Array | None = None
-        mass_of = around(self.base).mass
+        mass_of = wrap_algorithm(self.base).mass
         pairs = None
         if mass_of is not None and not self.base.counts_alike:
             pairs = mass_of(carry.local)
         if pairs is not None:
 
-            def summed(own: jax.Array, *others: jax.Array) -> jax.Array:
+            def weighted_sum(own: jax.Array, *others: jax.Array) -> jax.Array:
                 terms = zip(pairs, (own, *others), strict=True)
                 return sum(
                     (w.astype(own.dtype) * x.astype(own.dtype) for (w, _), x in terms),
                     start=jnp.zeros_like(own),
                 )
 
-            x = jax.tree.map(summed, x, *(tree for _, tree in pairs[1:]))
+            x = jax.tree.map(weighted_sum, x, *(tree for _, tree in pairs[1:]))
             mass = jnp.asarray(sum(w for w, _ in pairs))
         if weight is not None:
             x = jax.tree.map(lambda leaf: scale(leaf, weight), x)
             mass = weight if mass is None else scale(mass, weight)
         return x, mass
 
-    def displacement(
+    def displacement_fn(
         self, mass: jax.Array | None, replicas: ReplicaGroup, context: UpdateContext
-    ) -> Displaced:
+    ) -> DisplacementFn:
         """Return the function that makes D of weighted parameters and the anchor."""
         # sum x / sum w is the exact mean of weighted and push-sum parameters too.
         aggregate = self.aggregate
         if isinstance(aggregate, RadialDirectional):
 
-            def merged(replicas: ReplicaGroup, x: PyTree, anchor: PyTree) -> PyTree:
-                return aggregate.merged(own_displacement(x, mass, anchor), mass, replicas)
+            def combined_displacement(replicas: ReplicaGroup, x: PyTree, anchor: PyTree) -> PyTree:
+                return aggregate.combine(local_displacement(x, mass, anchor), mass, replicas)
 
-            return merged
+            return combined_displacement
 
         total = None if mass is None else replicas.mean_number(mass)
 
@@ -491,13 +504,13 @@ class _Outer:
             # If all have run out of data, the anchor stays.
             return jnp.where(total > 0, quotient(leaf, total), old)
 
-        def displaced(replicas: ReplicaGroup, x: PyTree, anchor: PyTree) -> PyTree:
+        def mean_displacement(replicas: ReplicaGroup, x: PyTree, anchor: PyTree) -> PyTree:
             mean = jax.tree.map(mean_of, replicas.reduce_scatter(x, role="slow"), anchor)
             return jax.tree.map(subtract, anchor, mean)
 
-        return displaced
+        return mean_displacement
 
-    def judged(
+    def weigh_by_norm(
         self,
         fragment: Fragment,
         x: PyTree,
@@ -508,12 +521,12 @@ class _Outer:
         """Return weighted parameters and their weight, less of a replica that moved too far."""
         if not isinstance(self.aggregate, NormWeighted):
             return x, mass
-        v = own_displacement(x, mass, fragment.of(carry.shared["anchor"]))
+        v = local_displacement(x, mass, fragment.select(carry.shared["anchor"]))
         factor = self.aggregate.factor(v, mass, replicas)
         x = jax.tree.map(lambda leaf: scale(leaf, factor), x)
         return x, factor if mass is None else scale(mass, factor)
 
-    def parts(
+    def displacement_to_send(
         self,
         fragment: Fragment,
         x: PyTree,
@@ -524,11 +537,11 @@ class _Outer:
         """Return what this replica sends in a codec, and whether any has weight."""
         # Send D and not x: D is small, and a codec's error is proportional to it.
         sent = carry.local["sent"]
-        start = fragment.of(sent.reference if self.is_sharded else carry.shared["anchor"])
-        away = own_displacement(x, mass, start)
-        return part_to_send(away, _part(fragment, sent.residual), replicas, mass)
+        start = fragment.select(sent.reference if self.is_sharded else carry.shared["anchor"])
+        away = local_displacement(x, mass, start)
+        return part_to_send(away, _select_residual(fragment, sent.residual), replicas, mass)
 
-    def remembered(
+    def update_residual(
         self,
         fragment: Fragment,
         anyone: jax.Array | None,
@@ -543,17 +556,17 @@ class _Outer:
         some.
         """
         sent = carry.local["sent"]
-        residual = () if replicas.codec is None else kept(replicas.codec, lost)
+        residual = () if replicas.codec is None else next_residual(replicas.codec, lost)
         if anyone is not None:
             displacement = jax.tree.map(lambda x: jnp.where(anyone, x, 0), displacement)
         if has_leaves(residual):
-            old = fragment.of(sent.residual)
+            old = fragment.select(sent.residual)
             if anyone is not None:
                 residual = jax.tree.map(functools.partial(jnp.where, anyone), residual, old)
-            sent = sent._replace(residual=fragment.put(sent.residual, residual))
+            sent = sent._replace(residual=fragment.write(sent.residual, residual))
         return displacement, carry._replace(local=carry.local | {"sent": sent})
 
-    def moved(
+    def apply_outer_step(
         self,
         fragment: Fragment,
         values: PyTree,
@@ -562,22 +575,22 @@ class _Outer:
         replicas: ReplicaGroup,
         context: UpdateContext,
         carry: Carry,
-        displaced: Displaced | None = None,
+        displacement_fn: DisplacementFn | None = None,
     ) -> Carry:
         """Return the carry after the outer optimizer's step.
 
-        D is `displaced(replicas, values, anchor)`, of any leaves of weighted parameters; without it
-        D are the values.
+        D is `displacement_fn(replicas, values, anchor)`, of any leaves of weighted parameters;
+        without it D are the values.
         """
         old = carry
         if carry.statistics and self.exact_average:
             means = replicas.plain.mean(carry.statistics, mass)
             carry = carry._replace(statistics=means)
         state, options = self.outer_state(carry), {}
-        stepper, anchor = self.stepper(carry.before, fragment), fragment.of(state["anchor"])
-        outer = state_of(state["outer"], fragment, stepper.init, state["anchor"])
+        stepper, anchor = self.stepper(carry.before, fragment), fragment.select(state["anchor"])
+        outer = fragment_state(state["outer"], fragment, stepper.init, state["anchor"])
         if self.rate is not None and rate is not None:
-            outer, rate, carry = self.agreed(fragment, outer, rate, replicas, carry)
+            outer, rate, carry = self.agree_on_rate(fragment, outer, rate, replicas, carry)
             options = {"learning_rate": rate}
 
         # Any optax optimizer, with D as its gradient; it runs on blocks of a sharded anchor.
@@ -594,38 +607,38 @@ class _Outer:
 
         # The anchor replaces the parameters. Adding a step to them instead would let the replicas
         # drift apart by rounding, a little with every slow step.
-        if displaced is None:
+        if displacement_fn is None:
             anchor, outer = step(values, anchor, outer)
-            whole, anchor, carry = self.restored(fragment, anchor, replicas, carry)
+            whole, anchor, carry = self.gather_anchor(fragment, anchor, replicas, carry)
         else:
             run = slow_step
             if self.is_element_wise:
                 run = functools.partial(slow_step_in_blocks, count=context.count)
-            whole, anchor, outer = run(displaced, step, replicas, values, anchor, outer)
+            whole, anchor, outer = run(displacement_fn, step, replicas, values, anchor, outer)
         outer = with_state(state["outer"], fragment, outer, state["anchor"])
-        new = {"anchor": fragment.put(state["anchor"], anchor), "outer": outer}
+        new = {"anchor": fragment.write(state["anchor"], anchor), "outer": outer}
         carry = self.with_outer_state(carry, new)
-        local = fragment.of(carry.params)
-        target = merged(local, whole, self.merge)
+        local = fragment.select(carry.params)
+        target = merge_params(local, whole, self.merge)
         # Rounded as the parameters are: all replicas go on from one value.
-        leaves = fragment.of(carry.before)
+        leaves = fragment.select(carry.before)
         target = widen_updates(jax.tree.map(lambda p, t: t.astype(p.dtype), leaves, target))
-        carry = carry._replace(params=fragment.put(carry.params, target))
+        carry = carry._replace(params=fragment.write(carry.params, target))
 
         def move(tree: PyTree) -> PyTree:
-            local = fragment.of(tree)
-            new = merged(local, whole, self.merge)
-            return fragment.put(tree, jax.tree.map(lambda n, x: n.astype(x.dtype), new, local))
+            local = fragment.select(tree)
+            new = merge_params(local, whole, self.merge)
+            return fragment.write(tree, jax.tree.map(lambda n, x: n.astype(x.dtype), new, local))
 
         if self.exact_average:
             # What the base still has under way moves alike.
-            base, local = around(self.base), carry.local
+            base, local = wrap_algorithm(self.base), carry.local
             local = local if base.move is None else base.move(local, move)
             local = base.reset(local) if self.replaces_base else local
             carry = carry._replace(local=local)
-        return changed_moments(old, carry, replicas, context, self.to_moments)
+        return update_moments(old, carry, replicas, context, self.to_moments)
 
-    def agreed(
+    def agree_on_rate(
         self,
         fragment: Fragment,
         outer: Any,
@@ -659,22 +672,22 @@ class _Outer:
             return carry._replace(shared=carry.shared | new)
         return carry._replace(local=carry.local | new)
 
-    def restored(
+    def gather_anchor(
         self, fragment: Fragment, anchor: PyTree, replicas: ReplicaGroup, carry: Carry
     ) -> tuple[PyTree, PyTree, Carry]:
         """Return where all replicas continue, the anchor, and the carry then."""
-        leaves, codec = fragment.of(carry.before), replicas.codec
+        leaves, codec = fragment.select(carry.before), replicas.codec
         if not self.exact_average:  # each replica has an anchor of its own
             return anchor, anchor, carry
         if codec is None or not self.is_sharded:
-            return replicas.over(codec=None).all_gather(anchor, leaves), anchor, carry
+            return replace(replicas, codec=None).all_gather(anchor, leaves), anchor, carry
         # Replicas follow the anchor in the codec. What it does not send of the way stays between
         # the two, and is part of the next way.
         sent = carry.local["sent"]
-        reference = fragment.of(sent.reference)
+        reference = fragment.select(sent.reference)
         way = jax.tree.map(subtract, anchor, replicas.block(reference))
         reference = jax.tree.map(add, reference, replicas.all_gather(way, leaves, codec=codec))
-        sent = sent._replace(reference=fragment.put(sent.reference, reference))
+        sent = sent._replace(reference=fragment.write(sent.reference, reference))
         carry = carry._replace(local=carry.local | {"sent": sent})
         return reference, anchor if codec.error_feedback else replicas.block(reference), carry
 
@@ -683,18 +696,18 @@ class _Outer:
     ) -> Carry:
         """Take what this fragment sends, unless the base refuses it."""
         fragment = self.known[number]
-        replicas = _of_fragment(fragment, replicas, carry.before)
+        replicas = _fragment_group(fragment, replicas, carry.before)
         allowed = jnp.asarray(True)
-        if (permit := around(self.base).permit) is not None:
-            allowed, local = permit(carry, replicas.plain.over(self.axes))
+        if (permit := wrap_algorithm(self.base).permit) is not None:
+            allowed, local = permit(carry, replace(replicas.plain, axis_name=self.axes))
             carry = carry._replace(local=local)
-        x, mass = self.weighted(carry, context)
+        x, mass = self.weighted_params(carry, context)
         # Weighted values and their weight, whose sums over replicas give the exact mean. The rate
         # goes with them: the displacement was made at it, however late it is applied. A codec sends
         # shares of a mean: all have weight, or none.
-        values, mass = self.judged(fragment, fragment.of(x), mass, replicas, carry)
+        values, mass = self.weigh_by_norm(fragment, fragment.select(x), mass, replicas, carry)
         if self.group.codec is not None:
-            values, mass = self.parts(fragment, values, mass, replicas, carry)
+            values, mass = self.displacement_to_send(fragment, values, mass, replicas, carry)
         old: InFlight = carry.local["in_flight"][number]
         one, rate = jnp.ones_like(old.mass), self.rate_of(context)
         taken = old._replace(
@@ -711,47 +724,47 @@ class _Outer:
         """Average the next part of what is in flight."""
         del context
         fragment = self.known[number]
-        replicas = _of_fragment(fragment, replicas, carry.before)
+        replicas = _fragment_group(fragment, replicas, carry.before)
         flight = average_part(carry.local["in_flight"][number], replicas, self.delay)
         return _with_flight(carry, number, flight)
 
-    def land(
+    def apply_in_flight(
         self, carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, number: int
     ) -> Carry:
         """Make the slow step with what has arrived, if all of it has."""
         fragment = self.known[number]
-        replicas = _of_fragment(fragment, replicas, carry.before)
+        replicas = _fragment_group(fragment, replicas, carry.before)
         flight: InFlight = carry.local["in_flight"][number]
-        average, has_weight = arrived(flight, replicas)
+        average, has_weight = arrived_mean(flight, replicas)
         displacement = replicas.block(average)
-        anchor = fragment.of(carry.shared["anchor"])
+        anchor = fragment.select(carry.shared["anchor"])
         if self.group.codec is None:
             displacement = jax.tree.map(subtract, anchor, displacement)
             displacement = jax.tree.map(lambda x: jnp.where(has_weight, x, 0), displacement)
             after = carry
         else:
-            displacement, after = self.remembered(
+            displacement, after = self.update_residual(
                 fragment, has_weight, displacement, flight.residual, carry, replicas
             )
-        _, mass = self.weighted(carry, context)
+        _, mass = self.weighted_params(carry, context)
         rate = None if self.rate is None else flight.rate
         if self.rate is not None and not self.rate.is_passed:
             rate = replicas.plain.same(flight.rate)
-        after = self.moved(fragment, displacement, mass, rate, replicas, context, after)
+        after = self.apply_outer_step(fragment, displacement, mass, rate, replicas, context, after)
         is_whole = replicas.plain.same(flight.parts) == self.delay
         # No conditional, beside which nothing would run: the slow step itself sends little.
         after = jax.tree.map(lambda new, old: jnp.where(is_whole, new, old), after[1:], carry[1:])
         carry = Carry(carry.before, *after)
-        return _with_flight(carry, number, flight.dropped())
+        return _with_flight(carry, number, flight.drop())
 
 
-def own_displacement(x: PyTree, mass: jax.Array | None, anchor: PyTree) -> PyTree:
+def local_displacement(x: PyTree, mass: jax.Array | None, anchor: PyTree) -> PyTree:
     """Return how far a replica is from the anchor, sign reversed, of its weighted parameters."""
     z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
     return jax.tree.map(subtract, anchor, z)
 
 
-def merged(local: PyTree, anchor: PyTree, merge: float) -> PyTree:
+def merge_params(local: PyTree, anchor: PyTree, merge: float) -> PyTree:
     """Return `anchor + merge * (local - anchor)`: the anchor for 0, the local values for 1."""
     if merge == 0:
         return anchor
@@ -760,17 +773,17 @@ def merged(local: PyTree, anchor: PyTree, merge: float) -> PyTree:
     return jax.tree.map(lambda x, a: a + merge * (x.astype(a.dtype) - a), local, anchor)
 
 
-def _of_fragment(fragment: Fragment, replicas: ReplicaGroup, params: PyTree) -> ReplicaGroup:
+def _fragment_group(fragment: Fragment, replicas: ReplicaGroup, params: PyTree) -> ReplicaGroup:
     """Return the group for the leaves of a fragment, of which it knows the layouts."""
-    return replicas.of_leaves(params, fragment.places, fragment.like)
+    return replicas.for_leaves(params, fragment.places, fragment.unflatten)
 
 
-def _part(fragment: Fragment, residual: PyTree) -> PyTree:
+def _select_residual(fragment: Fragment, residual: PyTree) -> PyTree:
     """Return the fragment's part of a tree, () of none."""
-    return fragment.of(residual) if has_leaves(residual) else ()
+    return fragment.select(residual) if has_leaves(residual) else ()
 
 
-def _on_base_of_shared(event: Event) -> Event:
+def _wrap_shared_state(event: Event) -> Event:
     """Return an event of the base, whose shared state is the "base" of the whole."""
 
     def run(carry: Carry, replicas: ReplicaGroup, context: UpdateContext) -> Carry:
@@ -785,10 +798,10 @@ def _with_flight(carry: Carry, number: int, flight: InFlight) -> Carry:
     return carry._replace(local=carry.local | {"in_flight": flights})
 
 
-def _missed(local: Any, due: Any, *, number: int) -> Any:
+def _drop_in_flight(local: Any, due: Any, *, number: int) -> Any:
     """Drop what is in flight: of a displacement of which a part was not sent is no mean."""
     flights = local["in_flight"]
-    flight = flights[number].dropped(due)
+    flight = flights[number].drop(due)
     return local | {"in_flight": with_flight(flights, number, flight)}
 
 

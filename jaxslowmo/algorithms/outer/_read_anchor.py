@@ -43,11 +43,11 @@ def read_anchor(
     if "anchor" in state.shared:
         anchor, first = (jax.tree.leaves(x)[0] for x in (state.shared["anchor"], stacked_params))
         if anchor.ndim < first.ndim:  # a step has it whole
-            return jax.jit(_for_each)(state.shared["anchor"], stacked_params)
+            return jax.jit(_broadcast)(state.shared["anchor"], stacked_params)
     # This needs a program, since this host does not hold the blocks of other processes.
     automatic = model_axes(stacked_params, mesh, axis_name)
 
-    def compiled(anchor_of: Callable[..., PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
+    def compile_program(anchor_of: Callable[..., PyTree]) -> Callable[[PyTree, PyTree], PyTree]:
         return jax.jit(
             map_replicas(
                 anchor_of,
@@ -61,8 +61,8 @@ def read_anchor(
     specs = inner_specs(stacked_params, automatic) if automatic else None
     over = (mesh, axis_name, automatic)
     anchor_of = sync.with_specs(specs).anchor
-    return cached_program(anchor_of, over, compiled)(state, stacked_params)
+    return cached_program(anchor_of, over, compile_program)(state, stacked_params)
 
 
-def _for_each(anchor: PyTree, stacked: PyTree) -> PyTree:
+def _broadcast(anchor: PyTree, stacked: PyTree) -> PyTree:
     return jax.tree.map(lambda a, x: jnp.broadcast_to(a, x.shape), anchor, stacked)

@@ -28,7 +28,7 @@ from ...transform import (
     Reduction,
     check_are_specs,
     check_axis_argument,
-    passing_state,
+    transient_state,
 )
 from ...tree import Staged, at_least_float32, cached_cast, cast, leaf_names, zero_unless
 from .._leaves import is_number, map_in_float32
@@ -42,7 +42,7 @@ _IN_THE_NORM = (
 )
 
 
-@passing_state
+@transient_state
 class ClipByGlobalNormState(NamedTuple):
     """State of `clip_by_global_norm`: the norm and the factor of the last update."""
 

@@ -14,9 +14,9 @@ from ..._support.types import AxisName, PyTree
 from ...mesh import axis_names, require_axes
 from ...tracing import collective_axes
 from ...transform import (
-    Around,
     GradientTransform,
     ParameterTransform,
+    WrapperReduction,
     check_axis_argument,
     check_weight,
     checked_optax,
@@ -219,7 +219,9 @@ def dynamic_loss_scale(
 
     takes = {"weight", "finite", "unscaled"}
     flags = {"skips": True, "returns_updates": True, "of_rows": False}
-    return GradientTransform(init_fn, update_fn, Around.of(spec_of(inner), takes=takes, **flags))
+    return GradientTransform(
+        init_fn, update_fn, WrapperReduction.from_parts(spec_of(inner), takes=takes, **flags)
+    )
 
 
 def _moves_parameters(kind: str) -> str:

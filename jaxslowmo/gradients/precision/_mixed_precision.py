@@ -12,7 +12,7 @@ from ..._support.scopes import LOSS_SCALE
 from ..._support.types import PyTree
 from ...mesh import max_over
 from ...tracing import FullLoss
-from ...transform import known_states, remembered
+from ...transform import known_states, persistent_leaves
 from ...tree import all_finite, at_least_float32, cast, parts_of, zero_unless
 from .._leaves import is_number, unscale
 
@@ -269,7 +269,7 @@ def guard_overflow(update: Update, axes: Iterable[str], weight: jax.Array | None
     """
 
     def guarded_update(grads: PyTree, state: PyTree, *rest: PyTree) -> tuple[PyTree, PyTree]:
-        if not any(map(is_number, remembered(state))):
+        if not any(map(is_number, persistent_leaves(state))):
             return update(grads, state, *rest)
         overflow = any_over(~all_finite(grads), axes, weight)
         means, after = update(zero_if(overflow, grads), state, *rest)

@@ -13,10 +13,10 @@ from ..._support.settings import records_settings
 from ..._support.types import PyTree
 from ...mesh import vary_over
 from ...transform import (
-    Around,
     Communicate,
     Every,
     GradientTransform,
+    WrapperReduction,
     as_schedule,
     check_weight,
     checked_optax,
@@ -120,12 +120,14 @@ def accumulate(
         due = schedule(count) if step is None else step
         return run_if(due, update, collect, state, axes=spec.axes)
 
-    spec = _AccumulateSpec.of(spec_of(inner), takes={"weight"}, of_rows=False, schedule=schedule)
+    spec = _AccumulateSpec.from_parts(
+        spec_of(inner), takes={"weight"}, of_rows=False, schedule=schedule
+    )
     return GradientTransform(init_fn, update_fn, spec)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _AccumulateSpec(Around):
+class _AccumulateSpec(WrapperReduction):
     """The description of `accumulate`, which calls a transform by a schedule."""
 
     schedule: Every

@@ -151,7 +151,7 @@ def all_reduce_gradients(
         share = check_weight(_OWNER, weight)
         if axis_size(axis_name) == 1:
             warn(f"{_OWNER}: axis {axis_name!r} has size 1, so there is nothing to reduce.")
-        group = over if param_specs is None else over.placed(None, param_specs)
+        group = over if param_specs is None else over.with_layout(None, param_specs)
         if hook is not None and jax.tree.leaves(state.hook):
             # The buckets are those of `init`, which received no `ready_order` or specs.
             ready_order, group = None, over

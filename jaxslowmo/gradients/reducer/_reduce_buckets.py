@@ -145,7 +145,7 @@ def all_reduce_buckets(
                 reduced.append(all_mean(flat, axes))
         return reduced
 
-    own = group.own(grads)
+    own = group.local(grads)
     if own.specs is None:
         leaves, treedef = jax.tree.flatten(grads)
         return treedef.unflatten(means(leaves, weight))
@@ -154,7 +154,7 @@ def all_reduce_buckets(
     def mean_blocks(_: ReplicaGroup, grads: PyTree, weight: jax.Array | None) -> list[PyTree]:
         return [buckets.unpack(means(buckets.pack(grads, role=GRADIENTS), weight))]
 
-    return group.run(mean_blocks, [own, group.alike(weight)], own)[0]
+    return group.run(mean_blocks, [own, group.equal(weight)], own)[0]
 
 
 def reduce_with_hook(
@@ -176,7 +176,7 @@ def reduce_with_hook(
     if weight is not None:
         total = total_weight(weight, axes)
         factor = relative_weight(weight, total, axes, idle_as_zeros=divide_by_initial)
-    buckets, own = layout.plan(grads, group, ready_order), group.own(grads)
+    buckets, own = layout.plan(grads, group, ready_order), group.local(grads)
     holds_none = not jax.tree.leaves(states)
 
     def reduce_blocks(
@@ -200,7 +200,7 @@ def reduce_with_hook(
         return [buckets.unpack(results), _stack_devices(own, tuple(after))]
 
     stacked = Arrays(states, [_device_spec(own)] * len(jax.tree.leaves(states)))
-    args = [own, stacked, group.alike(factor), group.alike(count)]
+    args = [own, stacked, group.equal(factor), group.equal(count)]
     grads, after = group.run(reduce_blocks, args, own, stacked, packs=True)
     return grads, states if holds_none else after
 
@@ -212,7 +212,7 @@ def init_hook(
 
     They differ between replicas and devices.
     """
-    buckets, own = layout.plan(params, group), group.own(params)
+    buckets, own = layout.plan(params, group), group.local(params)
 
     def init(_: ReplicaGroup, params: PyTree) -> list[HookStates]:
         del params

@@ -12,9 +12,9 @@ from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
 from ...mesh import require_axes, sum_over
 from ...transform import (
-    Around,
     GradientTransform,
     ParameterTransform,
+    WrapperReduction,
     check_axis_argument,
     checked_optax,
     spec_of,
@@ -123,7 +123,7 @@ def skip_unused(
         return updates, SkipUnusedState(used_by, times_used, kept)
 
     flags = {"skips": True, "returns_updates": True, "of_rows": False}
-    spec = Around.of(spec_of(inner), takes={"weight"}, **flags)
+    spec = WrapperReduction.from_parts(spec_of(inner), takes={"weight"}, **flags)
     return GradientTransform(init_fn, update_fn, spec)
 
 

@@ -17,8 +17,8 @@ from ..._support.types import AxisName, PyTree
 from ...collectives import all_mean, gather_slices, quotient, scale
 from ...mesh import axis_names, axis_size, require_axes, sum_over
 from ...transform import (
+    ChainReduction,
     GradientTransform,
-    Joined,
     Reduction,
     check_axis_argument,
     check_weight,
@@ -165,11 +165,11 @@ def all_reduce_rows(
 
     spec = Reduction(axes=axis_names(axis_name), takes=frozenset({"weight"}))
     if dense is not None:
-        spec = _RowsAndDense.of(spec, spec_of(dense))
+        spec = _RowsAndDense.from_parts(spec, spec_of(dense))
     return GradientTransform(init_fn, update_fn, spec)
 
 
-class _RowsAndDense(Joined):
+class _RowsAndDense(ChainReduction):
     """The description of the reduction of tables, and then of the other leaves."""
 
     def states(self, state: PyTree) -> Sequence[PyTree]:

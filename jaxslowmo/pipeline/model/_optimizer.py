@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from ..._support.types import PyTree
 from ...mesh import restrict_spec
 from ...tracing import constants_in, equations_in, loss_arguments
-from ...transform import instead_of, takes_extra
+from ...transform import alternatives_to, takes_extra
 from ...tree import Staged, leaf_names, promoted_dtype, type_text
 from ._buffer_packing import BufferPacking
 from ._elements import Element, ElementReader
@@ -69,7 +69,7 @@ class StagePacking(BufferPacking):
             if self.num_stages == 1:
                 raise
             why = f"it can't be traced for them ({type(error).__name__}: {error})"
-            raise _OtherStagesError(argument, why, instead_of(())) from error
+            raise _OtherStagesError(argument, why, alternatives_to(())) from error
         return state
 
     def update(
@@ -299,7 +299,7 @@ class _ModelProgram(NamedTuple):
             shared=[type_text(x) for x in found if not is_like(x)],
             outputs=tuple(_places(packing.outer, after, found)),
             structure=structure,
-            instead=instead_of(args),
+            instead=alternatives_to(args),
         )
 
     def read(self, fn: Callable[..., PyTree], args: PyTree) -> tuple[bool, bool]:

@@ -16,7 +16,7 @@ from ..._support.scopes import EVERY_PHASE
 from ..._support.types import Phase
 from ...mesh import inner_specs, model_axes
 from ...tracing import equations_in
-from ...transform import ParameterTransform, of_one, share_of_whole_leaves
+from ...transform import ParameterTransform, replica_types, share_of_whole_leaves
 from ._collectives import (
     Block,
     Branches,
@@ -185,7 +185,7 @@ def _state_layout(step: Any, state: Any) -> str:
         return ""
     params, specs, where = shared["anchor"], None, (step.mesh, step.axis_name)
     if hasattr(state, "params"):
-        params, axes = of_one(state.params), model_axes(state.params, *where)
+        params, axes = replica_types(state.params), model_axes(state.params, *where)
         specs = inner_specs(state.params, axes) if axes else None
     placement = {"mesh": step.mesh, "axis_name": step.axis_name, "param_specs": specs}
     whole = share_of_whole_leaves(sync, shared, params, **placement)

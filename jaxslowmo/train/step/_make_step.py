@@ -136,7 +136,7 @@ def make_train_step(
     if embeddings is not None:
         check_with_tables(gradients)
         embeddings = tables_for_mesh(embeddings, mesh, axis_name)
-    program = LossProgram.of(loss_fn)
+    program = LossProgram.from_loss_fn(loss_fn)
     program.check_mesh(mesh)
     if map_with == "vmap":
         what = "`embeddings`" if embeddings is not None else None

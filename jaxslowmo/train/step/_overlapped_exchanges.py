@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from ..._support.types import AxisName, Phase, PyTree
 from ...mesh import AnyMesh, axis_names, map_replicas
-from ...transform import Overlapped
+from ...transform import OverlappedExchange
 from .._batches import is_multi_process, process_indices
 from .._train_state import TrainState
 from ._states import scalar_counter
@@ -57,7 +57,7 @@ class OverlappedExchanges:
       axis_name: the replica axis, or several.
     """
 
-    def __init__(self, spec: Overlapped, mesh: AnyMesh, axis_name: AxisName) -> None:
+    def __init__(self, spec: OverlappedExchange, mesh: AnyMesh, axis_name: AxisName) -> None:
         self._spec, self._mesh, self._axis_name = spec, mesh, axis_name
         self.overlaps = can_overlap(mesh, axis_name)
         # Results, finished or not, with the counters of the states whose updates they overlap,
@@ -66,7 +66,7 @@ class OverlappedExchanges:
 
     def phase(self, phase: Phase) -> Phase:
         """Return the phase of an update's program: without the events that overlap it."""
-        sends = self._spec.sends(phase) if self.overlaps else ()
+        sends = self._spec.sending_events(phase) if self.overlaps else ()
         return tuple(event for event in phase if event not in sends)
 
     def before_update(
@@ -84,23 +84,23 @@ class OverlappedExchanges:
           with a restored state makes.
         """
         local = state.exchange.local
-        for event in self._spec.sends(phase):
+        for event in self._spec.sending_events(phase):
             if not self.overlaps:
                 state = state if is_known else self._complete_in_flight(state, event, t)
                 continue
             result = self._find_result(state, event)
             if result is None:
-                result = self._start_exchange(self._spec.sent(local, event))
+                result = self._start_exchange(self._spec.values_to_send(local, event))
                 self._remember(state, event, result)
-            if self._spec.ends(phase, event):
+            if self._spec.is_applied(phase, event):
                 state = self._with_result(result, state, event)
         return state
 
     def after_update(self, old: TrainState, new: TrainState, phase: Phase) -> None:
         """Pass exchanges in flight to the state after the update."""
-        for event in self._spec.sends(phase):
+        for event in self._spec.sending_events(phase):
             result = self._find_result(old, event)
-            if result is not None and not self._spec.ends(phase, event):
+            if result is not None and not self._spec.is_applied(phase, event):
                 self._remember(new, event, result)
 
     def _find_result(self, state: TrainState, event: str) -> PyTree | None:
@@ -121,7 +121,7 @@ class OverlappedExchanges:
     def _with_result(self, result: PyTree, state: TrainState, event: str) -> TrainState:
         """Wait for the result of an exchange, and return the state with it."""
         jax.block_until_ready(result)
-        local = self._spec.put(state.exchange.local, event, result)
+        local = self._spec.with_values(state.exchange.local, event, result)
         return state._replace(exchange=state.exchange._replace(local=local))
 
     def _complete_in_flight(self, state: TrainState, event: str, t: int) -> TrainState:
@@ -130,7 +130,7 @@ class OverlappedExchanges:
         is_behind = self._spec.is_behind(jax.tree.map(scalar_counter, local), event, t)
         if not is_behind or not _has_replica_per_device(self._mesh, self._axis_name):
             return state
-        return self._with_result(self._exchange(self._spec.sent(local, event)), state, event)
+        return self._with_result(self._exchange(self._spec.values_to_send(local, event)), state, event)
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:

@@ -144,7 +144,7 @@ class Phases:
         updates, skipped = int(scalar_counter(counter)), 0
         if self.sync is not None:
             local = jax.tree.map(scalar_counter, state.exchange.local)
-            skipped = int(self.sync.algorithm.skipped(local, updates))
+            skipped = int(self.sync.algorithm.skip_count(local, updates))
         counts = UpdateCounts(updates, skipped)
         self._counts.set(counts, counter)
         return counts

@@ -17,7 +17,7 @@ from ..._support.types import CompilerOptions, Phase, PyTree
 from ...embedding import Embeddings, PrefetchedRows, PrefetchOptions
 from ...mesh import AnyMesh, device_mesh, inner_specs, model_axes, with_device_per_position
 from ...tracing import ready_order
-from ...transform import ReplicaGroup, of_one, shardings
+from ...transform import ReplicaGroup, replica_types, shardings
 from ...tree import leaf_names
 from .._batches import BatchPlacer, HostBatch, as_arrays, type_and_sharding
 from .._hyperparams import HyperparamsPaths, hyperparams_paths, replace_numbers
@@ -246,9 +246,9 @@ class Runner:
             group = sync.algorithm.groups[-1]
         own = state._replace(exchange=state.exchange._replace(shared=()))
         own, shared = shardings(
-            of_one(own),
+            replica_types(own),
             state.exchange.shared,
-            of_one(state.params),
+            replica_types(state.params),
             group,
             param_specs=self.layout.specs,
             **where,
@@ -266,7 +266,7 @@ class Runner:
     def _set_layout(self, layout: Layout, state: TrainState) -> None:
         update = self.parts.with_layout(layout)
         if update.sync is not None and update.sync.algorithm.needs:
-            sync = update.sync.bound(dict(self.mesh.shape), of_one(state.params))
+            sync = update.sync.bound(dict(self.mesh.shape), replica_types(state.params))
             update = replace(update, sync=sync)
         self.update, self.layout, self.phases.sync = update, layout, update.sync
         overlapped = None if update.sync is None else update.sync.algorithm.overlapped

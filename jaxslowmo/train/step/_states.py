@@ -13,7 +13,7 @@ from ..._support.types import AxisName, PyTree
 from ...gradients.precision import loss_scale_of
 from ...mesh import AnyMesh, model_axes, replica_count
 from ...tracing import state_types
-from ...transform import ParameterTransform, holds_state, instants, known_states, of_one
+from ...transform import ParameterTransform, holds_state, instants, known_states, replica_types
 from ...tree import leaf_names, not_floating
 from .._train_state import StepExchange, TrainState
 from ._gradients import GradientWindow
@@ -156,7 +156,7 @@ def exchange_state_types(
     sync: ParameterTransform, params: PyTree, mesh: AnyMesh
 ) -> tuple[PyTree, PyTree]:
     """Return the types of local and shared state that a transform makes of stacked parameters."""
-    one = of_one(params)
+    one = replica_types(params)
     algorithm = sync.bound(dict(mesh.shape), one).algorithm
     return jax.eval_shape(lambda params: (algorithm.local(params), algorithm.shared(params)), one)
 

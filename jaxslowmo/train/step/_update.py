@@ -24,11 +24,11 @@ from ...transform import (
     ReplicaGroup,
     StackedReplicas,
     increment,
-    number_of_all,
-    over_stacked,
     phase_scope,
     spec_of,
     unless_idle,
+    unreplicate_number,
+    vmap_replicas,
 )
 from ...tree import apply_exactly, parts_of
 from .._train_state import StepExchange, TrainState
@@ -120,7 +120,7 @@ class Update(Parts):
         out = self.pending_roles, "stacked", self.extra_roles
         where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
         # One number for all replicas, by which conditionals decide.
-        count = number_of_all(increment(state.step), **where)
+        count = unreplicate_number(increment(state.step), **where)
         if self.map_with == "vmap":  # the loss alone needs it
             gradients = map_fn(gather, (own, *roles), "stacked", "vmap")(local, *inputs)
             given = (own, "stacked", *roles)
@@ -132,7 +132,7 @@ class Update(Parts):
             state, pending = own
             return self.exchange_params(state, shared, pending, count, phase, replicas)
 
-        new, shared = over_stacked(exchange, (local, pending), shared, **where)
+        new, shared = vmap_replicas(exchange, (local, pending), shared, **where)
         new = new._replace(exchange=new.exchange._replace(shared=shared))
         return self.finish_update(
             map_fn, local, new, inputs, metrics, extra, count, phase, **static

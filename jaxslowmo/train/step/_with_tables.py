@@ -41,7 +41,7 @@ from ...gradients.precision import (
 from ...gradients.reducer import ReadyOrder
 from ...gradients.sparse import WithRows, mean_rows
 from ...mesh import AnyMesh, Roles, axis_size, sum_over
-from ...transform import StackedReplicas, isolated, spec_of, unless_idle, unseen_zero
+from ...transform import StackedReplicas, prevent_fusion, spec_of, unless_idle, unseen_zero
 from ...tree import all_finite, parts_of
 from .._train_state import TrainState
 from ._gradients import (
@@ -141,7 +141,7 @@ class TableBatches(BatchGradients):
             return results, grads, of_vectors, batch
 
         source = next(iter(requested.vectors.values()))
-        results, grads, of_vectors, batch = isolated(
+        results, grads, of_vectors, batch = prevent_fusion(
             compute, source, requested, state.params, key, model_state
         )
         metrics, new_model_state = results

@@ -24,7 +24,7 @@ REPLICAS, UPDATES, PERIOD = 4, 27, 12
 
 
 def fragments_of(tx_fragments):
-    """Return the slices of the vector that `divided` makes."""
+    """Return the slices of the vector that `make_fragments` makes."""
     bounds = {1: [0, 4], 2: [0, 2, 4], 3: [0, 2, 3, 4], 4: [0, 1, 2, 3, 4]}[tx_fragments]
     return [slice(ENDS[a], ENDS[b]) for a, b in itertools.pairwise(bounds)]
 

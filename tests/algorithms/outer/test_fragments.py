@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.algorithms.outer._fragments import divided
+from jaxslowmo.algorithms.outer._fragments import make_fragments
 from jaxslowmo.checkpoint import Checkpoints
 from jaxslowmo.tree import Staged
 from support.layered import language_model, tokens
@@ -20,7 +20,7 @@ from support.layered import language_model, tokens
 def anchors_of(params, **options) -> list[list]:
     """Return the shapes of the leaves of each fragment."""
     tx = js.diloco("replica", sync_every=60, shard_state=False, **options)
-    parts = [x.of(params) for x in divided("diloco", options["fragments"], params)]
+    parts = [x.select(params) for x in make_fragments("diloco", options["fragments"], params)]
     assert len(tx.phases()) == len(parts) + 1
     return [[x.shape for x in jax.tree.leaves(part)] for part in parts]
 
