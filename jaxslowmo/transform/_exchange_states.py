@@ -50,9 +50,7 @@ def first_states(
     replicas = StackedReplicas(mesh, axis_name)
 
     def make(stacked: PyTree) -> tuple[PyTree, PyTree]:
-        shared = algorithm.shared(
-            replicas.unreplicate(stacked, leaf_specs(param_specs, params))
-        )
+        shared = algorithm.shared(replicas.unreplicate(stacked, leaf_specs(param_specs, params)))
         # Each leaf has a buffer of its own, so that the whole state can be donated.
         return jax.tree.map(jnp.copy, (jax.vmap(algorithm.local)(stacked), shared))
 

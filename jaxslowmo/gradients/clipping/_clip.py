@@ -193,7 +193,9 @@ def global_norm(
 
     # A maximum does not change if several devices count the same leaf.
     total = combine(
-        combine(leaf_terms) if counts is None or largest else zero_unless(counts, combine(leaf_terms))
+        combine(leaf_terms)
+        if counts is None or largest
+        else zero_unless(counts, combine(leaf_terms))
         for counts, leaf_terms in parts.values()
     )
     if largest:  # not every backend's maximum keeps a NaN

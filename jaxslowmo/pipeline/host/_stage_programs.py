@@ -206,7 +206,9 @@ class StagePrograms:
         Communication: one all-gather, over the data axes, of each buffer that is sharded there.
         """
         specs, axes = self._plan.layout.specs, frozenset(self._setting.batch_axes.data_axes)
-        whole = {n: all_gather_leaf(x, restrict_spec(specs[n][1:], axes)) for n, x in buffers.items()}
+        whole = {
+            n: all_gather_leaf(x, restrict_spec(specs[n][1:], axes)) for n, x in buffers.items()
+        }
         return self._kind.weights.read(whole, self._number)
 
     def _weight_shardings(self, mesh: Mesh) -> PyTree:

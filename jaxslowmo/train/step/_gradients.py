@@ -435,7 +435,9 @@ def split_batch(batch: PyTree, parts: int, num_devices: int = 1) -> PyTree:
 # Sums over microbatches, and over the batches of a window.
 
 
-def _terms(grads: PyTree, metrics: Metrics, weight: jax.Array | None) -> tuple[WeightedSum, Metrics]:
+def _terms(
+    grads: PyTree, metrics: Metrics, weight: jax.Array | None
+) -> tuple[WeightedSum, Metrics]:
     """Return what a batch, or a part of one, adds to sums; `weight` is that of its gradients."""
     return WeightedSum.from_value(grads, weight), weighted_metrics(metrics)
 

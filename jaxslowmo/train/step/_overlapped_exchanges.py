@@ -130,7 +130,9 @@ class OverlappedExchanges:
         is_behind = self._spec.is_behind(jax.tree.map(scalar_counter, local), event, t)
         if not is_behind or not _has_replica_per_device(self._mesh, self._axis_name):
             return state
-        return self._with_result(self._exchange(self._spec.values_to_send(local, event)), state, event)
+        return self._with_result(
+            self._exchange(self._spec.values_to_send(local, event)), state, event
+        )
 
     @cached_property
     def _thread(self) -> ThreadPoolExecutor:

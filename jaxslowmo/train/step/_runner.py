@@ -558,7 +558,9 @@ class Runner:
 
 
 @lru_cache(maxsize=256)
-def _update(phase: Phase | None, ahead: PrefetchOptions | None, share: ShardTypes | None = None) -> Task:
+def _update(
+    phase: Phase | None, ahead: PrefetchOptions | None, share: ShardTypes | None = None
+) -> Task:
     """Return the task of an update; of a window alone `share` describes the last batch."""
     results = "state", "metrics", "carry"
     return Task.create("update", results, "state", phase=phase, ahead=ahead, like=share)
