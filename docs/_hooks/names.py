@@ -129,7 +129,7 @@ def _group(package: str, name: str) -> str:
     """Return what the pages call the names beside which this one is listed."""
     if package in DIVIDED:
         source = {n: m for m, n in _reexports(ROOT / "jaxslowmo" / TOPICS[package])}
-        package += f".{source[name]}"
+        package += f".{source[name].lstrip('.')}"
     return f"jaxslowmo.{package}"
 
 
