@@ -190,9 +190,8 @@ def train_loop(
     More on each argument: [docs/api/train.md](#details).
 
     Args:
-      step: a step of `js.make_train_step`, also wrapped by `js.reports.measured`; or a
-        `js.TrainPipeline` that trains. A pipeline has its own state and batches, and continues from
-        its position.
+      step: a step of `js.make_train_step`, also wrapped by `js.reports.measured`; or a training
+        `js.TrainPipeline`, which has its own state and batches and continues from its position.
       state: the state to start from; its buffers are donated if the step donates.
       batches: one batch per step, or `accumulate` of them; or `js.train.uneven_batches(...)`.
       num_steps: the number of the last step; None continues until `batches` ends. Numbers go on
