@@ -37,7 +37,8 @@ def test_no_public_transform_is_missing():
     made = {name.split()[0] for name in TRANSFORMS}
     factories = {
         name
-        for name, value in inspect.getmembers(js, inspect.isfunction)
+        for module in (js, js.gradients, js.sparse)
+        for name, value in inspect.getmembers(module, inspect.isfunction)
         if inspect.isclass(returned := typing.get_type_hints(value).get("return"))
         and issubclass(returned, optax.GradientTransformation)
     }

@@ -58,7 +58,7 @@ def test_it_is_short_and_uses_public_names():
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
         if node.value.id == "js"
     }
-    assert {"Algorithm", "Event", "ParameterTransform"} <= read <= set(js.__all__)
+    assert {"Algorithm", "ParameterTransform", "spec"} <= read <= set(js.__all__)
     imported = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     assert not any("jaxslowmo" in str(name) for name in imported)
 

@@ -22,7 +22,7 @@ from jaxslowmo.checkpoint import (CheckpointError, Checkpoints, _checkpoints as 
 from jaxslowmo.checkpoint._folder import UnreadableError
 
 warnings.simplefilter("error")
-folder, read = Path(__file__).parent / "run", module.read
+folder, read = Path(__file__).parent / "run", module.read_checkpoint
 mesh = js.make_mesh({"replica": 4})
 step = make_step("slowmo over local_sgd", mesh)
 split = NamedSharding(mesh, P("replica"))
@@ -57,7 +57,7 @@ with Checkpoints(folder, keep=9) as checkpoints:
     if rank == 0:
         shutil.copytree(folder / "5", folder / "6")
     else:
-        module.read = unreadable_sixth
+        module.read_checkpoint = unreadable_sixth
     js.mesh.check_same_tree({})  # waits for the other
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

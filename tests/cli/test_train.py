@@ -88,7 +88,7 @@ def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp
         evaluated.append(jax.tree.leaves(jax.tree.map(np.asarray, params)))
         return {"validation_loss": 0.0}
 
-    monkeypatch.setattr(js, "Evaluate", Watched)
+    monkeypatch.setattr(js.train, "Evaluate", Watched)
     monkeypatch.setattr(_run.Job, "evaluate", evaluate)
     outcome = call(
         TINY, QUICK, "--algorithm sgp --overlap 2 --data", text, "--out", out, "--steps 3",

@@ -386,14 +386,14 @@ def value_and_gradients(
     first = jax.tree.map(lambda x: x[0], parts)
     (like, _), *_ = jax.eval_shape(one, model_state, first, keys[0])
 
-    def add(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
+    def add_part(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
         sums, state = carry
         (metrics, state), grads, embedded_grads = one(state, *x)
         terms = _terms(grads, metrics, metrics.get("loss_weight"))
         return (jax.tree.map(add, sums, terms), state), embedded_grads
 
     zeros = _zero_sums(params, like, like.get("loss_weight"))
-    (sums, model_state), embedded_grads = lax.scan(add, (zeros, model_state), (parts, keys))
+    (sums, model_state), embedded_grads = lax.scan(add_part, (zeros, model_state), (parts, keys))
     grads = jax.tree.map(lambda g, p: cast(g, p.dtype), sums[0].mean, params)
     metrics = mean_metrics(sums[1])
     metrics = {**metrics, "loss": cast(metrics["loss"], like["loss"].dtype)}

@@ -1,6 +1,7 @@
 """The transforms of a step: splitting of chains, and errors for combinations that do not work."""
 
 import math
+import sys
 from typing import Any, Literal
 
 import jax
@@ -374,5 +375,9 @@ def _transform_name(transform: Any) -> str:
     update: Any = getattr(transform, "update", None)
     if not hasattr(update, "__qualname__"):
         return type(transform).__name__
-    names = update.__module__, update.__qualname__
-    return ".".join(name.partition(".")[0] for name in names).replace("jaxslowmo.", "js.")
+    package, *folders = update.__module__.split(".")
+    name = update.__qualname__.partition(".")[0]
+    if package != "jaxslowmo":
+        return f"{package}.{name}"
+    is_top = name in sys.modules[package].__all__
+    return f"js.{name}" if is_top else f"js.{folders[0]}.{name}"

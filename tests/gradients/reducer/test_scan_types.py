@@ -92,7 +92,8 @@ def test_no_gradient_transform_is_missing():
     made = {name.split()[0] for name in TRANSFORMS}
     returned = {
         name: typing.get_type_hints(value).get("return")
-        for name, value in inspect.getmembers(js, inspect.isfunction)
+        for module in (js, js.gradients, js.sparse)
+        for name, value in inspect.getmembers(module, inspect.isfunction)
     }
     assert made - {"sum_tied_gradients"} == {  # of js.pipeline
         name

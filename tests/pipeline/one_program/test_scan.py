@@ -25,7 +25,7 @@ def filled_with_nan(monkeypatch):
         is_float = jnp.issubdtype(dtype, jnp.inexact)
         return jnp.full(shape, jnp.nan if is_float else jnp.iinfo(dtype).max, dtype)
 
-    monkeypatch.setattr(_one_program, "empty", nan)
+    monkeypatch.setattr(_one_program, "placeholder", nan)
 
 
 def padded_with_nan(pipe, params):
