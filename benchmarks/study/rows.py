@@ -33,7 +33,8 @@ class Cell:
 
     Attributes:
       part: "classifier" or "language".
-      optimizer: "sgd" (momentum 0.9), "adamw", "muon", or "sign" (of `DEMO`).
+      optimizer: "sgd" (momentum 0.9), "adamw", "muon", "sign" (of `DEMO`), or
+        "adamw_eps" (eps 1e-4, of `DES_LOC`).
       replicas: number of virtual replicas.
       algorithm: one of the names above; `SLOWMO_48` is slow momentum every 48 updates over averages
         every `period`, the other two step every `period`. Names in `INNER_STATES` are diloco that

@@ -349,18 +349,20 @@ DEMO_BYTES = {"classifier": 636, "language": 8640}
 
 def others(study: Study) -> str:
     """Return losses of other papers' algorithms, how far each is above what it's compared with."""
-    shown: list[tuple[str, int]] = [(ALL_REDUCE, 1)]
+    shown = [(ALL_REDUCE, 1, "adamw")]
     for period in (48, 12):
-        shown += [(LOCAL_SGD, period), (DILOCO, period)]
-        shown += [(name, period) for name in (LOCAL_ADAM, DES_LOC, DES_LOC_BOTH, NOLOCO)]
+        names = (LOCAL_SGD, DILOCO, LOCAL_ADAM, DES_LOC, DES_LOC_BOTH, NOLOCO)
+        shown += [(name, period, "adamw") for name in names]
+        shown.append((DES_LOC, period, "adamw_eps"))
         if period == 48:
-            shown += [(SLOWMO, 48), *((x, 48) for x in (DILOCO_RDA, DILOCO_NORMS, SLOWMO_SPARTA))]
-            shown += [(SPARTA, 1), (SPARTA_48, 1), (DEMO, 1)]
+            names = (SLOWMO, DILOCO_RDA, DILOCO_NORMS, SLOWMO_SPARTA)
+            shown += [(name, period, "adamw") for name in names]
+            shown += [(SPARTA, 1, "adamw"), (SPARTA_48, 1, "adamw"), (DEMO, 1, "sign")]
     lines = []
-    for name, period in shown:
-        line = [OTHERS[name][0] if name in OTHERS else LABELS[name], every(period)]
+    for name, period, optimizer in shown:
+        called = OTHERS[name][0] if name in OTHERS else LABELS[name]
+        line = [called + ", eps 1e-4" * (optimizer == "adamw_eps"), every(period)]
         for part, replicas in COLUMNS.values():
-            optimizer = "sign" if name == DEMO else "adamw"
             cell = Cell(part, optimizer, replicas, name, period, STEPS[part])
             sent = f"{share_of_all_reduce(cell):.2%}" if cell in study.rows else ""
             line += [other_loss(study, cell), sent]
@@ -395,6 +397,14 @@ def promises(study: Study) -> str:
         lines.append([called, promise, LABELS[reference], *above, ", ".join(sent)])
     head = ["", "the paper's promise", "beside", *COLUMNS, "bytes"]
     return table(head, lines)
+
+
+def faulty() -> str:
+    """Return losses by merge of outer steps, with a replica at fault, as `faulty.py` wrote them."""
+    found = json.loads((RESULTS / "faulty.json").read_text("utf-8"))
+    faults = list(next(iter(found.values())))
+    lines = [[f"`{name}`", *(loss(by[fault]) for fault in faults)] for name, by in found.items()]
+    return table(["fault of one of 8 replicas", *faults], lines)
 
 
 def other_loss(study: Study, cell: Cell) -> str:
@@ -468,6 +478,7 @@ def all_tables(study: Study) -> dict[str, str]:
         "few-bits-muon": in_codecs(study, MUON, dict(list(CODED.items())[:1])),
         "inner-states": inner_states(study),
         "others": others(study),
+        "faulty": faulty(),
         "promises": promises(study),
         "edges": "{} of {} rows".format(*edges(study)),
     }
