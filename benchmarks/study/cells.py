@@ -210,7 +210,7 @@ def all_cells() -> list[Cell]:
         one = ("language", "adamw", replicas)
         cells += [Cell(*one, ALL_REDUCE, 1, count) for count in (steps // 48, steps)]
         cells += [Cell(*one, name, 48, steps) for name in (LOCAL_SGD, SLOWMO, DILOCO)]
-    return [*cells, *_coded_cells(), *_other_cells()]
+    return [*cells, *_coded_cells(), *_inner_state_cells(), *_other_cells()]
 
 
 def _coded_cells() -> list[Cell]:
@@ -246,8 +246,8 @@ def _other_cells() -> list[Cell]:
     return cells
 
 
-def inner_state_cells() -> list[Cell]:
-    """Return diloco with other inner states, over 8 replicas; `all_cells` has it with "keep"."""
+def _inner_state_cells() -> list[Cell]:
+    """Return diloco that resets or averages moments, over 8 replicas."""
     names, steps = list(INNER_STATES), STEPS["classifier"]
     cells = [
         Cell("classifier", optimizer, 8, name, period, steps)

@@ -16,6 +16,7 @@ from rows import (
     DILOCO,
     DILOCO_NORMS,
     DILOCO_RDA,
+    INNER_STATES,
     LOCAL_ADAM,
     LOCAL_SGD,
     NOLOCO,
@@ -315,7 +316,8 @@ def share_sent(cell: Cell) -> str:
 
 def inner_states(study: Study) -> str:
     """Return losses of diloco that resets or averages moments, above those that it keeps."""
-    found, lines = by_cell(inner_state=True), []
+    found = {cell: x for cell, x in study.rows.items() if cell.algorithm in INNER_STATES}
+    lines = []
     for cell, row in found.items():
         keeps = study.rows[replace(cell, algorithm=DILOCO)]["test"]
         above = interval(np.subtract(row["test"], keeps).tolist())  # of the same seeds
