@@ -78,8 +78,9 @@ class Study:
         return self.row(*cell, **options)["test"]  # pyright: ignore[reportArgumentType]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:" for _ in head[1:]]], *rows]
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """Return a table, whose first columns are texts, and the others numbers."""
+    lines = [head, ["---"] * texts + ["---:"] * (len(head) - texts), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -379,7 +380,7 @@ PROMISES = {
     SPARTA: "more than 1,000 times fewer bytes without major degradation (shares of 0.05 to 0.5 %)",
     SLOWMO_SPARTA: "DiLoCo with outer steps 100 times rarer, at a perplexity 14 % lower",
     DEMO: "AdamW's loss for up to 85 times fewer bytes",
-    DILOCO_RDA: "no loss by more replicas, and no outer rate to tune again for them",
+    DILOCO_RDA: "no quality lost with more replicas, at the same outer rate",
     DILOCO_NORMS: "no spikes of the loss where replicas diverge or their data is uneven",
 }
 
@@ -398,7 +399,7 @@ def promises(study: Study) -> str:
         sent = dict.fromkeys(f"{share_of_all_reduce(cell):.2g}" for cell in cells)
         lines.append([called, promise, LABELS[reference], *above, ", ".join(sent)])
     head = ["", "the paper's promise", "beside", *COLUMNS, "bytes"]
-    return table(head, lines)
+    return table(head, lines, texts=3)
 
 
 def faulty() -> str:
