@@ -59,18 +59,26 @@ TEXT_CODECS = [name + FEEDBACK for name in ("bfloat16", "int8", "int4", "top_k(0
 _SPARSE = (SPARSE_LOCO, SPARSE_LOCO.removesuffix(FEEDBACK))
 
 
+def schedule_of(cell: Cell, setting: Mapping[str, Any]) -> optax.Schedule:
+    """Return the learning rate by the number of the update."""
+
+    def rate(count: Any) -> Any:
+        t, warm_up = jnp.asarray(count, jnp.float32), max(cell.steps // 20, 1)
+        falling = 0.5 * (1 + jnp.cos(jnp.pi * t / cell.steps))
+        return setting["rate"] * jnp.minimum((t + 1) / warm_up, falling)
+
+    return rate
+
+
 def make_of(cell: Cell) -> Callable[[Mapping[str, Any]], optax.GradientTransformation]:
     """Return the function from a setting, of numbers or traced, to the transforms."""
 
     def make(setting: Mapping[str, Any]) -> optax.GradientTransformation:
-        def rate(count: Any) -> Any:
-            t, warm_up = jnp.asarray(count, jnp.float32), max(cell.steps // 20, 1)
-            falling = 0.5 * (1 + jnp.cos(jnp.pi * t / cell.steps))
-            return setting["rate"] * jnp.minimum((t + 1) / warm_up, falling)
-
+        rate = schedule_of(cell, setting)
         optimizer = {
             "sgd": optax.sgd(rate, momentum=0.9),
             "adamw": optax.adamw(rate),
+            "adamw_eps": optax.adamw(rate, eps=1e-4),
             "muon": optax.contrib.muon(rate),
             "sign": optax.sign_sgd(rate),
         }[cell.optimizer]
@@ -166,7 +174,9 @@ def grid_of(cell: Cell) -> Grid:
         slow = [(m, 1.0) for m in (0.1, 0.3, 0.5, 0.7)]
         pairs = outer if is_outer else slow
         return _grid(2e-3 * 2 ** np.arange(3), pairs, **two_rounds)
-    least = {"sgd": 0.0125, "adamw": 0.0012, "muon": 0.0025, "sign": 0.002}[cell.optimizer]
+    least = {"sgd": 0.0125, "adamw": 0.0012, "adamw_eps": 0.0012, "muon": 0.0025, "sign": 0.002}[
+        cell.optimizer
+    ]
     if is_alone:
         return _grid(least * 2 ** (np.arange(24) / 3), [(0.0, 1.0)], seeds=8)
     outer = itertools.product((0.5, 0.7, 0.9), (0.3, 0.5, 0.7, 1.0))
@@ -200,7 +210,7 @@ def all_cells() -> list[Cell]:
         one = ("language", "adamw", replicas)
         cells += [Cell(*one, ALL_REDUCE, 1, count) for count in (steps // 48, steps)]
         cells += [Cell(*one, name, 48, steps) for name in (LOCAL_SGD, SLOWMO, DILOCO)]
-    return [*cells, *_coded_cells(), *_other_cells()]
+    return [*cells, *_coded_cells(), *_inner_state_cells(), *_other_cells()]
 
 
 def _coded_cells() -> list[Cell]:
@@ -231,11 +241,13 @@ def _other_cells() -> list[Cell]:
         cells += [Cell(*one, name, 48, steps) for name in (DILOCO_RDA, DILOCO_NORMS, SLOWMO_SPARTA)]
         cells += [Cell(*one, name, 1, steps) for name in (SPARTA, SPARTA_48)]
         cells.append(Cell(part, "sign", replicas, DEMO, 1, steps))
+        if part == "classifier":  # on text nothing diverged
+            cells += [Cell(part, "adamw_eps", replicas, DES_LOC, p, steps) for p in periods]
     return cells
 
 
-def inner_state_cells() -> list[Cell]:
-    """Return diloco with other inner states, over 8 replicas; `all_cells` has it with "keep"."""
+def _inner_state_cells() -> list[Cell]:
+    """Return diloco that resets or averages moments, over 8 replicas."""
     names, steps = list(INNER_STATES), STEPS["classifier"]
     cells = [
         Cell("classifier", optimizer, 8, name, period, steps)

@@ -22,7 +22,7 @@ LOCAL_ADAM, DES_LOC, DES_LOC_BOTH = "local_adam", "des_loc", "des_loc_both_3"
 NOLOCO = "noloco"
 SPARTA, SPARTA_48, SLOWMO_SPARTA = "sparta", "sparta_of_48", "slowmo_sparta"
 DILOCO_RDA, DILOCO_NORMS, DEMO = "diloco_rda", "diloco_norm_weighted", "demo"
-INNER_STATES = {"diloco_reset": "reset", "diloco_average": "average"}  # rows of their own files
+INNER_STATES = {"diloco_reset": "reset", "diloco_average": "average"}
 
 Row = dict[str, Any]
 
@@ -33,7 +33,8 @@ class Cell:
 
     Attributes:
       part: "classifier" or "language".
-      optimizer: "sgd" (momentum 0.9), "adamw", "muon", or "sign" (of `DEMO`).
+      optimizer: "sgd" (momentum 0.9), "adamw", "muon", "sign" (of `DEMO`), or
+        "adamw_eps" (eps 1e-4, of `DES_LOC`).
       replicas: number of virtual replicas.
       algorithm: one of the names above; `SLOWMO_48` is slow momentum every 48 updates over averages
         every `period`, the other two step every `period`. Names in `INNER_STATES` are diloco that
@@ -61,19 +62,18 @@ def cell_of(row: Row) -> Cell:
     return Cell(**{field.name: row[field.name] for field in fields(Cell) if field.name in row})
 
 
-def path_of(part: str, *, inner_state: bool = False) -> Path:
-    """Return the file of a part's rows, or of its rows with the names in `INNER_STATES`."""
-    return RESULTS / f"{'inner_state_' * inner_state}{part}.jsonl"
+def path_of(part: str) -> Path:
+    """Return the file of a part's rows."""
+    return RESULTS / f"{part}.jsonl"
 
 
-def recorded(part: str, *, inner_state: bool = False) -> list[Row]:
-    """Return the rows of a file, in the order in which they ended."""
-    path = path_of(part, inner_state=inner_state)
+def recorded(part: str) -> list[Row]:
+    """Return the rows of a part, in the order in which they ended."""
+    path = path_of(part)
     lines = path.read_text("utf-8").splitlines() if path.exists() else []
     return list(map(json.loads, lines))
 
 
-def by_cell(*, inner_state: bool = False) -> dict[Cell, Row]:
+def by_cell() -> dict[Cell, Row]:
     """Return the rows of both parts."""
-    rows = [row for part in PARTS for row in recorded(part, inner_state=inner_state)]
-    return {cell_of(row): row for row in rows}
+    return {cell_of(row): row for part in PARTS for row in recorded(part)}

@@ -2,7 +2,6 @@
 
     python benchmarks/study/run.py                  # all cells that results/ lacks
     python benchmarks/study/run.py --check 3 --seed 7    # trains 3 recorded cells again, by chance
-    python benchmarks/study/run.py --inner-state    # diloco that resets or averages moments
     python benchmarks/study/report.py               # the tables and pictures of docs/study.md
 
 It can be stopped at any time: a second run goes on with the cells that are missing.
@@ -30,11 +29,6 @@ PARSER.add_argument("--part", choices=PARTS, help="only one part")
 PARSER.add_argument("--only", default="", help="only cells whose key holds this text")
 PARSER.add_argument("--workers", type=int, default=2, help="processes, each on a core of its own")
 PARSER.add_argument("--check", type=int, help="train so many recorded cells again, and compare")
-PARSER.add_argument(
-    "--inner-state",
-    action="store_true",
-    help="instead diloco that resets or averages the optimizer's moments, in results/inner_state_*",
-)
 PARSER.add_argument("--seed", type=int, default=0, help="which cells --check takes")
 
 
@@ -71,11 +65,10 @@ def _pool(workers: int) -> ProcessPoolExecutor:
 
 
 def run(args: argparse.Namespace) -> int:
-    from cells import all_cells, inner_state_cells
+    from cells import all_cells
 
-    done = by_cell(inner_state=args.inner_state)
-    every = inner_state_cells() if args.inner_state else all_cells()
-    cells = [c for c in every if args.part in (None, c.part) and args.only in c.key]
+    done = by_cell()
+    cells = [c for c in all_cells() if args.part in (None, c.part) and args.only in c.key]
     missing = [cell for cell in cells if cell not in done]
     print(f"{len(cells) - len(missing)} of {len(cells)} cells are recorded", flush=True)
     RESULTS.mkdir(exist_ok=True)
@@ -85,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     with _pool(args.workers) as pool:
         for number, future in enumerate(as_completed([pool.submit(_work, c) for c in missing]), 1):
             row = future.result()
-            with path_of(row["part"], inner_state=args.inner_state).open("a") as file:
+            with path_of(row["part"]).open("a") as file:
                 file.write(json.dumps(row) + "\n")
             mean = sum(row["test"]) / len(row["test"])
             minutes = (time.perf_counter() - began) / 60
@@ -100,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 def check(args: argparse.Namespace) -> int:
     """Train recorded cells again; their means must be within the recorded interval of 95 %."""
     parts = (args.part,) if args.part else PARTS
-    every = [row for part in parts for row in recorded(part, inner_state=args.inner_state)]
+    every = [row for part in parts for row in recorded(part)]
     rows = [row for row in every if args.only in cell_of(row).key]
     if not 1 <= args.check <= len(rows):
         PARSER.error(f"--check must be between 1 and {len(rows)}, the rows, got {args.check}")

@@ -16,6 +16,7 @@ from rows import (
     DILOCO,
     DILOCO_NORMS,
     DILOCO_RDA,
+    INNER_STATES,
     LOCAL_ADAM,
     LOCAL_SGD,
     NOLOCO,
@@ -77,8 +78,9 @@ class Study:
         return self.row(*cell, **options)["test"]  # pyright: ignore[reportArgumentType]
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---", *["---:" for _ in head[1:]]], *rows]
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], texts: int = 1) -> str:
+    """Return a table, whose first columns are texts, and the others numbers."""
+    lines = [head, ["---"] * texts + ["---:"] * (len(head) - texts), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -315,7 +317,8 @@ def share_sent(cell: Cell) -> str:
 
 def inner_states(study: Study) -> str:
     """Return losses of diloco that resets or averages moments, above those that it keeps."""
-    found, lines = by_cell(inner_state=True), []
+    found = {cell: x for cell, x in study.rows.items() if cell.algorithm in INNER_STATES}
+    lines = []
     for cell, row in found.items():
         keeps = study.rows[replace(cell, algorithm=DILOCO)]["test"]
         above = interval(np.subtract(row["test"], keeps).tolist())  # of the same seeds
@@ -349,18 +352,20 @@ DEMO_BYTES = {"classifier": 636, "language": 8640}
 
 def others(study: Study) -> str:
     """Return losses of other papers' algorithms, how far each is above what it's compared with."""
-    shown: list[tuple[str, int]] = [(ALL_REDUCE, 1)]
+    shown = [(ALL_REDUCE, 1, "adamw")]
     for period in (48, 12):
-        shown += [(LOCAL_SGD, period), (DILOCO, period)]
-        shown += [(name, period) for name in (LOCAL_ADAM, DES_LOC, DES_LOC_BOTH, NOLOCO)]
+        names = (LOCAL_SGD, DILOCO, LOCAL_ADAM, DES_LOC, DES_LOC_BOTH, NOLOCO)
+        shown += [(name, period, "adamw") for name in names]
+        shown.append((DES_LOC, period, "adamw_eps"))
         if period == 48:
-            shown += [(SLOWMO, 48), *((x, 48) for x in (DILOCO_RDA, DILOCO_NORMS, SLOWMO_SPARTA))]
-            shown += [(SPARTA, 1), (SPARTA_48, 1), (DEMO, 1)]
+            names = (SLOWMO, DILOCO_RDA, DILOCO_NORMS, SLOWMO_SPARTA)
+            shown += [(name, period, "adamw") for name in names]
+            shown += [(SPARTA, 1, "adamw"), (SPARTA_48, 1, "adamw"), (DEMO, 1, "sign")]
     lines = []
-    for name, period in shown:
-        line = [OTHERS[name][0] if name in OTHERS else LABELS[name], every(period)]
+    for name, period, optimizer in shown:
+        called = OTHERS[name][0] if name in OTHERS else LABELS[name]
+        line = [called + ", eps 1e-4" * (optimizer == "adamw_eps"), every(period)]
         for part, replicas in COLUMNS.values():
-            optimizer = "sign" if name == DEMO else "adamw"
             cell = Cell(part, optimizer, replicas, name, period, STEPS[part])
             sent = f"{share_of_all_reduce(cell):.2%}" if cell in study.rows else ""
             line += [other_loss(study, cell), sent]
@@ -375,7 +380,7 @@ PROMISES = {
     SPARTA: "more than 1,000 times fewer bytes without major degradation (shares of 0.05 to 0.5 %)",
     SLOWMO_SPARTA: "DiLoCo with outer steps 100 times rarer, at a perplexity 14 % lower",
     DEMO: "AdamW's loss for up to 85 times fewer bytes",
-    DILOCO_RDA: "no loss by more replicas, and no outer rate to tune again for them",
+    DILOCO_RDA: "no quality lost with more replicas, at the same outer rate",
     DILOCO_NORMS: "no spikes of the loss where replicas diverge or their data is uneven",
 }
 
@@ -394,7 +399,15 @@ def promises(study: Study) -> str:
         sent = dict.fromkeys(f"{share_of_all_reduce(cell):.2g}" for cell in cells)
         lines.append([called, promise, LABELS[reference], *above, ", ".join(sent)])
     head = ["", "the paper's promise", "beside", *COLUMNS, "bytes"]
-    return table(head, lines)
+    return table(head, lines, texts=3)
+
+
+def faulty() -> str:
+    """Return losses by merge of outer steps, with a replica at fault, as `faulty.py` wrote them."""
+    found = json.loads((RESULTS / "faulty.json").read_text("utf-8"))
+    faults = list(next(iter(found.values())))
+    lines = [[f"`{name}`", *(loss(by[fault]) for fault in faults)] for name, by in found.items()]
+    return table(["fault of one of 8 replicas", *faults], lines)
 
 
 def other_loss(study: Study, cell: Cell) -> str:
@@ -468,6 +481,7 @@ def all_tables(study: Study) -> dict[str, str]:
         "few-bits-muon": in_codecs(study, MUON, dict(list(CODED.items())[:1])),
         "inner-states": inner_states(study),
         "others": others(study),
+        "faulty": faulty(),
         "promises": promises(study),
         "edges": "{} of {} rows".format(*edges(study)),
     }

@@ -86,10 +86,18 @@ def final_of(cell: Cell, best: dict[str, float], seeds: int | None = None) -> di
 
 
 def losses_of(
-    cell: Cell, task: Task, settings: dict[str, np.ndarray], seeds: range, segments: int
+    cell: Cell,
+    task: Task,
+    settings: dict[str, np.ndarray],
+    seeds: range,
+    segments: int,
+    make: Any = None,
 ) -> dict[str, np.ndarray]:
-    """Train, and return the consensus' losses by part: (segments, settings, seeds)."""
-    make = make_of(cell)
+    """Train, and return the consensus' losses by part: (segments, settings, seeds).
+
+    `make` returns the transforms of a setting; None makes those of the cell.
+    """
+    make = make or make_of(cell)
     over_replicas = functools.partial(jax.vmap, axis_name="replica", axis_size=cell.replicas)
 
     def one_run(setting: Any, params: Any, batches: Any, held_out: Any) -> Any:

@@ -36,7 +36,7 @@ def des_loc(
 
     An element of which one replica has seen no gradient, such as an embedding's row, has v = 0
     there, and after an average of m alone the next step is m / eps. `moments={"mu": 3, "nu": 3}`
-    or an eps of 1e-4 avoids such steps ([docs/outer.md](#details)).
+    or an eps of 1e-4 avoids such steps: docs/outer.md.
 
     Args:
       axis_name: mapped axis of the replicas.

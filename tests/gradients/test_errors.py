@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
@@ -31,7 +32,8 @@ def buckets(*given):
 def sharded(specs):
     """Trace the mean of a leaf on devices of two replicas."""
     tx = js.all_reduce_gradients("replica", param_specs=specs)
-    mesh = jax.sharding.AbstractMesh((2, 4), ("replica", "fsdp"))
+    auto = (AxisType.Auto, AxisType.Auto)  # jax 0.12 takes Explicit where nothing is said
+    mesh = jax.sharding.AbstractMesh((2, 4), ("replica", "fsdp"), auto)
     own = P("replica")
     mapped = jax.shard_map(
         lambda grads: tx.update(grads, js.gradients.AllReduceGradientsState())[0],

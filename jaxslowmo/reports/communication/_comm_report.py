@@ -218,7 +218,7 @@ def step_kinds(
     order = dict.fromkeys([*known, *(name for name, _ in named)])
     unnamed = (None, True) in scopes
     if chosen:
-        # Events that send nothing, such as taking what is sent later, are in no kind.
+        # Of an event that the compiler left nothing of, the program does not know.
         occur = {frozenset({name for name, _ in named} & {*phase}) for phase in phases}
         together = {events for p in programs for events in _event_sets(p.block, can_meet)}
         several = sorted("+".join(e for e in order if e in x) for x in together if len(x) > 1)

@@ -23,7 +23,7 @@ from ...tree import WeightedSum
 from .._train_state import TrainState
 from ._gradients import INPUT_ROLES, WINDOW_ROLES, GradientWindow, Metrics, StepInputs
 from ._parts import Layout
-from ._update import Update
+from ._update import Update, without_exchange
 
 ShardTypes = tuple[jax.tree_util.PyTreeDef, tuple[jax.ShapeDtypeStruct, ...]]
 """Structure and types of one device's part of a batch: a key, which a tree of types is not."""
@@ -117,7 +117,7 @@ def build(
             "window": WINDOW_ROLES,
             "arguments": ("stacked", seen, "device", "device"),
         }
-        state = state._replace(exchange=state.exchange._replace(shared=()))
+        state = without_exchange(state)
         out = jax.tree.map(results.__getitem__, task.results)
         of_all = (update.state_roles(state), *roles)
         return map_fn(per_replica, of_all, out, update.map_with)(state, *given)

@@ -116,17 +116,19 @@ class Update(Parts):
             return self.prepare_update(state, StepInputs(*inputs), gathered=gathered, **static)
 
         local = state._replace(exchange=state.exchange._replace(shared=()))
-        own = self.state_roles(local)
+        # What an algorithm keeps has its own layout, of which mapped programs would know nothing.
+        seen = without_exchange(state)
+        own = self.state_roles(seen)
         out = self.pending_roles, "stacked", self.extra_roles
         where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
         # One number for all replicas, by which conditionals decide.
         count = unreplicate_number(increment(state.step), **where)
         if self.map_with == "vmap":  # the loss alone needs it
-            gradients = map_fn(gather, (own, *roles), "stacked", "vmap")(local, *inputs)
+            gradients = map_fn(gather, (own, *roles), "stacked", "vmap")(seen, *inputs)
             given = (own, "stacked", *roles)
-            pending, metrics, extra = map_fn(prepare_with, given, out)(local, gradients, *inputs)
+            pending, metrics, extra = map_fn(prepare_with, given, out)(seen, gradients, *inputs)
         else:
-            pending, metrics, extra = map_fn(prepare, (own, *roles), out)(local, *inputs)
+            pending, metrics, extra = map_fn(prepare, (own, *roles), out)(seen, *inputs)
 
         def exchange(replicas: StackedReplicas, own: Any, shared: PyTree) -> Any:
             state, pending = own
@@ -351,6 +353,11 @@ class Update(Parts):
         """Return what a loss function that is dispatched receives; see `DispatchedGradients`."""
         batches: Any = self.batches
         return batches.arguments(with_update_key(state), inputs, **static)
+
+
+def without_exchange(state: TrainState) -> TrainState:
+    """Return `state` without what the exchange of parameters keeps, which it alone reads."""
+    return state._replace(exchange=state.exchange._replace(local=(), shared=()))
 
 
 def with_update_key(state: TrainState) -> TrainState:

@@ -56,6 +56,9 @@ SYNCS = {
     "slowmo": js.slowmo("replica", base=js.sgp("replica"), sync_every=4),
     "whole": js.only_finite(js.slowmo("replica", base=local, sync_every=4, shard_state=False)),
     "diloco": js.diloco("replica", sync_every=2),
+    "noloco": js.noloco("replica", sync_every=2),
+    "rda": js.diloco("replica", sync_every=2, aggregate="rda"),
+    "norms": js.diloco("replica", sync_every=2, aggregate=js.norm_weighted(damping=1.0)),
 }
 AROUND = {
     "alone": lambda optimizer: optimizer,
@@ -79,7 +82,7 @@ OPTIONS = {
     "one user": [False, True],  # of all examples
     "own": [[], ["item", "user"], ["item"], ["user"]],  # tables with an optimizer of their own
 }
-RUNS = 5
+RUNS = 8
 
 
 def possible(run):
