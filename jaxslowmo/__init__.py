@@ -41,9 +41,6 @@ if TYPE_CHECKING:
     from .collectives import codecs as codecs
     from .embedding import Table as Table
     from .embedding import embeddings as embeddings
-    from .embedding import rowwise_adagrad as rowwise_adagrad
-    from .embedding import rowwise_adam as rowwise_adam
-    from .embedding import rowwise_sgd as rowwise_sgd
     from .gradients import all_reduce_gradients as all_reduce_gradients
     from .gradients import clip_by_global_norm as clip_by_global_norm
     from .gradients import demo as demo
@@ -90,7 +87,7 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
             "des_loc diloco hierarchical_local_sgd layers local_sgd noloco norm_weighted "
             "only_finite rda read_anchor sgp slow_momentum slowmo sparta"
         ),
-        "embedding": "Table embeddings rowwise_adagrad rowwise_adam rowwise_sgd",
+        "embedding": "Table embeddings",
         "gradients": (
             "all_reduce_gradients clip_by_global_norm demo dynamic_loss_scale loss_scale_of"
         ),

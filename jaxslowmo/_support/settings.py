@@ -3,12 +3,10 @@
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 from .checks import checks_flags
 
-_Args = ParamSpec("_Args")
-_Made = TypeVar("_Made")
 
 
 class Settings(NamedTuple):
@@ -23,13 +21,13 @@ class Settings(NamedTuple):
     arguments: Mapping[str, Any]
 
 
-def records_settings(factory: Callable[_Args, _Made]) -> Callable[_Args, _Made]:
+def records_settings(factory: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Let what the decorated factory returns hold its `Settings`; see `checks_flags`, too."""
     signature = inspect.signature(factory)
     checked = checks_flags(factory.__name__)(factory)
 
     @functools.wraps(factory)
-    def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Made:
+    def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         made = checked(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()

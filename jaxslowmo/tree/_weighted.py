@@ -34,7 +34,7 @@ class WeightedSum:
         A value of weight 0 contributes exactly 0, even if it is NaN. Integers and booleans become
         float32.
         """
-        wide = jax.tree.map(_wide, value)
+        wide = jax.tree.map(_wide_float, value)
         if weight is None:
             return cls(wide, np.ones([], np.float32))
         counts, factor = weight > 0, cached_cast(weight)
@@ -58,7 +58,7 @@ class WeightedSum:
         return jax.tree.map(lambda x: x / _expand_to_rank(divisor(x.dtype), x), self.sum)
 
 
-def _wide(x: Any) -> Any:
+def _wide_float(x: Any) -> Any:
     is_float = jnp.issubdtype(x.dtype, jnp.inexact)
     return cast(x, at_least_float32(x.dtype) if is_float else jnp.float32)
 

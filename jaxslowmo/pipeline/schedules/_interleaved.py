@@ -62,12 +62,12 @@ def interleaved(
         rows = [forward + backward] * num_stages
     else:
         rows = [
-            _row(stage, num_stages, num_chunks, forward, backward) for stage in range(num_stages)
+            _interleaved_row(stage, num_stages, num_chunks, forward, backward) for stage in range(num_stages)
         ]
     return build("interleaved", rows, num_microbatches, round_robin(num_stages, num_chunks))
 
 
-def _row(
+def _interleaved_row(
     stage: int, num_stages: int, num_chunks: int, forward: list[RowEntry], backward: list[RowEntry]
 ) -> list[RowEntry | None]:
     """Return the row of one stage: warm-up, F and B in turn, the remaining backward passes."""

@@ -34,12 +34,12 @@ def zbv(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule
     full = max(num_microbatches, 2 * num_stages - 1)
     rows = [
         [step if step and step.microbatch < num_microbatches else None for step in row]
-        for row in (_row(stage, num_stages, full) for stage in range(num_stages))
+        for row in (_zbv_row(stage, num_stages, full) for stage in range(num_stages))
     ]
     return build("zbv", rows, num_microbatches, v_placement(num_stages))
 
 
-def _row(stage: int, num_stages: int, num_microbatches: int) -> list[RowEntry | None]:
+def _zbv_row(stage: int, num_stages: int, num_microbatches: int) -> list[RowEntry | None]:
     below = num_stages - stage
     row: list[RowEntry | None] = [None] * stage
     count: Counter[tuple[Kind, int]] = Counter()

@@ -37,13 +37,13 @@ def zero_bubble(
         raise ValueError(f"`memory` must be 1 (ZB-H1) or 2 (ZB-H2), got {memory!r}.")
     memory = int(memory)
     rows = [
-        _row(num_microbatches, memory * (num_stages - 1 - stage), memory * stage)
+        _zero_bubble_row(num_microbatches, memory * (num_stages - 1 - stage), memory * stage)
         for stage in range(num_stages)
     ]
     return build("zero_bubble", rows, num_microbatches, round_robin(num_stages, 1))
 
 
-def _row(num_microbatches: int, warm_up: int, delay: int) -> list[RowEntry | None]:
+def _zero_bubble_row(num_microbatches: int, warm_up: int, delay: int) -> list[RowEntry | None]:
     row: list[RowEntry | None] = [
         RowEntry("F", 0, i) for i in range(min(warm_up, num_microbatches))
     ]
