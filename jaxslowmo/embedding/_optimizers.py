@@ -70,7 +70,7 @@ class RowwiseState(NamedTuple):
     Attributes:
       count: () int32, number of updates so far, the argument of a learning rate schedule.
       accumulators: maps a stored array to what its optimizer keeps for it: (rows,) float32 for
-        `js.embedding.rowwise_adagrad`, (rows, dim) float32 for `js.embedding.rowwise_sgd` with momentum, `AdamMoments`
+        `rowwise_adagrad`, (rows, dim) float32 for `rowwise_sgd` with momentum, `AdamMoments`
         for `js.embedding.rowwise_adam`. Stored arrays for which nothing is kept are left out.
     """
 

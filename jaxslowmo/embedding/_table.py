@@ -38,8 +38,8 @@ class Table:
         Or a mapping from features to such names. None: no such weights.
       init: function `init(key, shape, dtype)`, as in `jax.nn.initializers`. It is called for blocks
         of rows, so it must treat all rows alike. None: uniform in +-1/sqrt(num_rows).
-      optimizer: optimizer of the rows, `js.embedding.rowwise_adagrad(...)`, `js.embedding.rowwise_sgd(...)` or
-        `js.embedding.rowwise_adam(...)`; None: that of `js.embeddings`.
+      optimizer: optimizer of the rows, `js.embedding.rowwise_adagrad(...)`, `rowwise_sgd(...)` or
+        `rowwise_adam(...)`; None: that of `js.embeddings`.
       dtype: dtype in which rows are stored and sent. Updates are computed in float32 and rounded to
         the nearest: in bfloat16 an update below about 1/256 of a weight is lost.
     """

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from .._support.types import AxisName, PyTree, axis_names
-from ..mesh import AnyMesh, leaf_specs, placement
+from .._support.types import AxisName, PyTree
+from ..mesh import AnyMesh, axis_names, leaf_specs, placement
 from ..tree import leaf_names, matching_suffix
 from ._parameter_transform import ParameterTransform
 from ._replica_group import ReplicaGroup

@@ -3,7 +3,8 @@
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Self, TypeVar, cast
+import typing
+from typing import Any, Literal, Self, TypeVar
 
 import jax
 import optax
@@ -40,7 +41,7 @@ class TypedTransform(optax.GradientTransformationExtraArgs):
             updates, after = update(updates, state, params, **extra)
             return updates, match_varying(after, state) if tracks_types() else after
 
-        return super().__new__(cls, cast("optax.TransformInitFn", typed_init), typed_update)
+        return super().__new__(cls, typing.cast("optax.TransformInitFn", typed_init), typed_update)
 
 
 class WithSpec(TypedTransform):
