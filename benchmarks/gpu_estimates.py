@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxslowmo.reports.communication._hlo_text import HloModule, Instruction, shapes, trip_count
+from jaxslowmo.reports._hlo import HloModule, Instruction, shapes, trip_count
 from support.gpu_schedule import schedule_of
 from support.schedule_text import inside, instructions, scheduled_module
 

@@ -45,8 +45,8 @@ if TYPE_CHECKING:
     from .gradients import clip_by_global_norm as clip_by_global_norm
     from .gradients import demo as demo
     from .gradients import dynamic_loss_scale as dynamic_loss_scale
+    from .gradients import hooks as hooks
     from .gradients import loss_scale_of as loss_scale_of
-    from .gradients.reducer import hooks as hooks
     from .mesh import check_in_sync as check_in_sync
     from .mesh import consensus as consensus
     from .mesh import make_mesh as make_mesh
@@ -111,7 +111,7 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
         "codecs": "collectives.codecs",
         "embedding": "embedding",
         "gradients": "gradients",
-        "hooks": "gradients.reducer.hooks",
+        "hooks": "gradients.hooks",
         "islands": "islands",
         "mesh": "mesh",
         "pipeline": "pipeline",

@@ -51,7 +51,7 @@ CLASSES = _words("Asked Found Given Known Made Moved Own Said Told")
 # "path:name": the reason.
 EXCEPTIONS: dict[str, str] = {
     "jaxslowmo/embedding/_requests.py:asked": "a field of the public js.embedding.Requests",
-    "jaxslowmo/reports/time/_measured.py:asked": "as in js.train.AheadStep, for which it stands",
+    "jaxslowmo/reports/_measured.py:asked": "as in js.train.AheadStep, for which it stands",
     "jaxslowmo/train/step/_ahead.py:asked": "keyword argument of the public js.train.AheadStep",
 }
 

@@ -143,7 +143,7 @@ def pipeline() -> Trip:
 
 def train(algorithm: str) -> Trip:
     """From the configuration of `jaxslowmo train` to the first collective."""
-    import jaxslowmo.cli._train as command
+    import jaxslowmo.cli._run as command
     from jaxslowmo.cli import main
 
     found: list[Trip] = []

@@ -102,7 +102,9 @@ def tables(num_rows: dict[str, int], options: Options, num_steps: int) -> js.emb
             for name, rows in num_rows.items()
         },
         axis_name="shard",
-        optimizer=js.embedding.rowwise_adagrad(optax.cosine_decay_schedule(options.table_rate, num_steps)),
+        optimizer=js.embedding.rowwise_adagrad(
+            optax.cosine_decay_schedule(options.table_rate, num_steps)
+        ),
         inputs=lambda batch: batch["ids"],
     )
 

@@ -1,4 +1,7 @@
-"""Checks of arguments with their error messages, and warnings at the line of the user's code."""
+"""Checks of arguments with their error messages, and warnings at the line of the user's code.
+
+The arguments with which a factory of this package was called, to compare them later.
+"""
 
 import functools
 import inspect
@@ -6,8 +9,8 @@ import math
 import operator
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, ParamSpec, TypeVar, get_args
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar, get_args
 
 import numpy as np
 
@@ -158,3 +161,38 @@ def checked_share(owner: str, argument: str, value: Any) -> float:
             argument, f"{owner}: `{argument}` must be a number in (0, 1], got {value!r}."
         )
     return number
+
+
+class Settings(NamedTuple):
+    """A factory of this package, and the arguments of a call of it.
+
+    Attributes:
+      factory: its public name.
+      arguments: value by name, defaults included.
+    """
+
+    factory: str
+    arguments: Mapping[str, Any]
+
+
+def records_settings(factory: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Let what the decorated factory returns hold its `Settings`; see `checks_flags`, too."""
+    signature = inspect.signature(factory)
+    checked = checks_flags(factory.__name__)(factory)
+
+    @functools.wraps(factory)
+    def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        made = checked(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        transform: Any = made
+        transform.settings = Settings(factory.__name__, bound.arguments)
+        return made
+
+    return wrapper
+
+
+def settings_of(made: Any) -> Settings | None:
+    """Return the settings of what a factory has made; None for anything else."""
+    found = getattr(made, "settings", None)
+    return found if isinstance(found, Settings) else None

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from .._support.checks import ArgumentError, checked_int
-from .._support.settings import records_settings
+from .._support.checks import ArgumentError, checked_int, records_settings
 from .._support.types import AxisName
 from ..collectives.codecs import Codec
 from ..transform import Every, ParameterTransform, as_schedule

@@ -2,7 +2,7 @@
 
 import optax
 
-from .._support.settings import records_settings
+from .._support.checks import records_settings
 from .._support.types import AxisName
 from ..collectives.codecs import Codec
 from ..transform import Every, InnerPeriods, ParameterTransform, as_schedule, checked_group

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from .._support.checks import ArgumentError
-from .._support.settings import records_settings
+from .._support.checks import ArgumentError, records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec, Half
 from ..mesh import axis_names

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._support.settings import records_settings
+from .._support.checks import records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Half
 from ..topology import Graph, check_graph, random_matching

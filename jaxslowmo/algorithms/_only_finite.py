@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._support.checks import records_settings
 from .._support.scopes import EVERY_PHASE
-from .._support.settings import records_settings
 from .._support.types import PyTree
 from ..transform import (
     Algorithm,

@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._support.checks import checked_int
-from .._support.settings import records_settings
+from .._support.checks import checked_int, records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Half
 from ..mesh import Shares

@@ -9,8 +9,7 @@ import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._support.checks import ArgumentError, checks_flags, warn_once
-from .._support.settings import records_settings
+from .._support.checks import ArgumentError, checks_flags, records_settings, warn_once
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..transform import (

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from .._support.checks import ArgumentError, as_number, checked_int
-from .._support.settings import records_settings
+from .._support.checks import ArgumentError, as_number, checked_int, records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Half
 from ..transform import (

@@ -17,19 +17,20 @@ from .._support.types import AxisName, PyTree
 from ..embedding import Embeddings, WithTables
 from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names, type_text
-from ._folder import (
+from ._record import (
     CheckpointError,
+    checked_json,
     commit_folder,
     deserialize,
     epath,
+    read_versioned_json,
     remove,
     remove_partial_writes,
     resolve_path,
     safetensors,
     unfinished_path,
 )
-from ._notes import Notes, catch_failure, explain_write_errors
-from ._record import checked_json, read_versioned_json
+from ._writing import Notes, catch_failure, explain_write_errors
 
 _FORMAT = 2  # 1 was a checkpoint of orbax
 _FORMAT_KEY = "jaxslowmo_consensus"

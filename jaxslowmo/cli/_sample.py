@@ -14,10 +14,9 @@ from jaxslowmo.checkpoint import CheckpointError, Checkpoints, consensus_extra, 
 from jaxslowmo.models import GPTConfig, gpt_logits_fn, init_gpt
 
 from .._support.files import is_export
-from ._agreement import saved_config
 from ._config import SampleConfig, argument_errors, replace_options
 from ._errors import CommandError
-from ._folder import RunFolder
+from ._folder import RunFolder, saved_config
 from ._setup import Model, make_step
 
 

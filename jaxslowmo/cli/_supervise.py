@@ -429,7 +429,7 @@ def train_command(config: TrainConfig, words: Sequence[str]) -> int:
         # The parent passes Ctrl-C on as SIGTERM, which ends all processes. A KeyboardInterrupt in
         # one of them would leave the others waiting.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from ._train import dry_run, train  # loads jax, which the process that supervises does without
+    from ._run import dry_run, train  # loads jax, which the process that supervises does without
 
     return dry_run(config) if config.dry_run else train(config)
 

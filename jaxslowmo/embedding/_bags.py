@@ -10,7 +10,7 @@ import numpy as np
 from .._support.checks import check_names, checked_int, checks_flags
 from .._support.types import PyTree
 from ..tree import at_least_float32
-from ._table import OWNER
+from ._stores import OWNER
 
 # Values in the place of a slot: why an id has no slot.
 PADDING, DROPPED, OUTSIDE = -1, -2, -3

@@ -32,13 +32,16 @@ from ._exchange import (
 )
 from ._optimizers import Kept, RowwiseOptimizer, RowwiseState
 from ._stores import (
+    MAKERS,
+    OWNER,
+    Table,
     TableLayout,
     check_shapes,
+    checked_tables,
     init_block,
     layout_of,
     unshard_explicit,
 )
-from ._table import MAKERS, OWNER, Table, checked_tables
 
 Stored = dict[str, jax.Array]
 Overflow = Literal["error", "drop"]
@@ -585,8 +588,8 @@ def embeddings(
       tables: maps names to `js.Table`.
       axis_name: mesh axis whose devices share the tables, over which a replica's batch is split;
         None: each replica has its tables on one device.
-      optimizer: `js.embedding.rowwise_adagrad(...)`, `rowwise_sgd(...)` or `rowwise_adam(...)` for the
-        tables that have none of their own (`js.Table(optimizer=...)`).
+      optimizer: `js.embedding.rowwise_adagrad(...)`, `rowwise_sgd(...)` or `rowwise_adam(...)`, for
+        the tables that have none of their own (`js.Table(optimizer=...)`).
       capacity: number of slots for the distinct ids that a device requests from one owner (a device
         that holds rows), for every table or by name. "auto": as many as there can be, so that no id
         is left out. All slots are sent, used or not. A device needs about its number of distinct

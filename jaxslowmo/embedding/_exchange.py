@@ -15,8 +15,7 @@ from ..gradients.sparse import OUT_OF_RANGE, distinct_rows, pad_invalid
 from ..mesh import axis_names, axis_size, max_over
 from ..transform import run_if
 from ._bags import DROPPED, OUTSIDE, PADDING, Bags
-from ._stores import Store, TableLayout, TablePlacement
-from ._table import Capacity
+from ._stores import Capacity, Store, TableLayout, TablePlacement
 
 BagsByTable = Mapping[str, Mapping[str, Bags]]
 Stored = dict[str, jax.Array]

@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._support.types import AxisName, PyTree
-from .._support.varying import checks_varying, varying_axes
+from .._support.types import AxisName, PyTree, checks_varying, varying_axes
 from ..mesh import axis_names
 from ..tree import at_least_float32, cached_cast, cast, leaf_names
 

@@ -9,6 +9,12 @@
     islands/paris.json                      what an island last did; nothing depends on it
 
 `<id>` is of the island's process: no two processes write the same object of a round.
+
+The small objects that say what a run is: its settings, and what each island last did.
+
+Who takes part in a run, by what lies in the store.
+
+How a displacement travels: as float32, or in the few bits of a codec.
 """
 
 import hashlib
@@ -17,13 +23,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Self
+from datetime import datetime
+from typing import Any, NamedTuple, Self
 
+import jax
 import numpy as np
 from safetensors.numpy import load as load_arrays
 from safetensors.numpy import save as save_arrays
 
 from .._support.checks import ArgumentError
+from ..collectives.codecs import Codec
+from ._store import Clock, IslandsError, ObjectStore, Store, TooLargeError
 
 VERSION = 1
 RUN = "run.json"
@@ -278,3 +288,209 @@ def sha256(*buffers: Any) -> str:
 def leaf_descriptions(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[str]:
     """Return a text for each leaf of a model."""
     return [f"{n}[{','.join(map(str, s))}]" for n, s in zip(names, shapes, strict=True)]
+
+
+def read_run(store: Store) -> Run | None:
+    """Return the run in a store; None if there is none.
+
+    Raises:
+      IslandsError: something else.
+    """
+    try:
+        try:
+            data = store.get(RUN, MAX_JSON)
+        except TooLargeError:  # of a model with very many leaves
+            data = store.get(RUN, MAX_HEADER)
+        return None if data is None else Run.loads(data)
+    except (FormatError, TooLargeError) as error:
+        raise IslandsError(f"{store.url}/{RUN} is unreadable: {error}") from error
+
+
+def note_key(name: str) -> str:
+    """Return the key of an island's note."""
+    return f"islands/{name}.json"
+
+
+def read_note(store: Store, key: str) -> Note | None:
+    """Return what an island last did; None if nothing readable says so."""
+    try:
+        data = store.get(key, MAX_JSON)
+        return None if data is None else Note.loads(data)
+    except (FormatError, TooLargeError):
+        return None
+
+
+def check_settings(url: str, run: Run, settings: Run) -> None:
+    """Raise `IslandsError` naming what differs from the run; "" and [] are not known yet."""
+    for name, what in _SETTINGS.items():
+        theirs, mine = getattr(run, name), getattr(settings, name)
+        if mine and theirs != mine:
+            if name == "leaves":
+                pairs = (theirs, mine), (mine, theirs)
+                theirs, mine = (", ".join((sorted({*x} - {*y}) or x)[:3]) for x, y in pairs)
+            raise IslandsError(
+                f"{url}/{RUN}: {what} of this run is {theirs}, and this island has {mine}."
+            )
+
+
+_SETTINGS = {
+    "leaves": "the model",
+    "sync_every": "`sync_every`",
+    "codec": "`codec`",
+    "optimizer": "`outer_optimizer` (its program)",
+    "max_norm_ratio": "`max_norm_ratio`",
+}
+
+
+class IslandStatus(NamedTuple):
+    """What an island last did.
+
+    Attributes:
+      name: its name.
+      round: the round towards which it trains, or of which it waits for the manifest.
+      lag: rounds between that and the open round.
+      has_part: whether the open round has a part of it.
+      updates: its updates so far.
+      sent, received: bytes of its last exchange.
+      last_seen: when it last wrote, by the store's clock.
+    """
+
+    name: str
+    round: int
+    lag: int
+    has_part: bool
+    updates: int
+    sent: int
+    received: int
+    last_seen: datetime
+
+
+class Status(NamedTuple):
+    """Where a run is.
+
+    Attributes:
+      run: its name.
+      round: the open round: as many are decided.
+      snapshot: round of the newest snapshot.
+      bytes: size of all objects in the store.
+      islands: the islands that have ever joined.
+    """
+
+    run: str
+    round: int
+    snapshot: int
+    bytes: int
+    islands: list[IslandStatus]
+
+    def __str__(self) -> str:
+        """Return a table."""
+        head = (
+            f"run {self.run}: round {self.round} is open, newest snapshot {self.snapshot}, "
+            f"{self.bytes:,} bytes in the store"
+        )
+        rows = [("island", "round", "lag", "part", "updates", "sent", "received", "last seen")]
+        rows += [
+            (
+                x.name, str(x.round), str(x.lag), "yes" if x.has_part else "-", str(x.updates),
+                f"{x.sent:,}", f"{x.received:,}", f"{x.last_seen:%Y-%m-%d %H:%M:%S} UTC",
+            )
+            for x in self.islands
+        ]  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([head, *lines])
+
+
+def status(url: str) -> Status:
+    """Return who takes part in the run at a URL: islands, rounds, lags, bytes and when they wrote.
+
+    Args:
+      url: the URL or the folder of the run, as in `js.islands.join`.
+
+    Returns:
+      A `Status`, which prints as a table.
+
+    Raises:
+      IslandsError: there is no run, or the store does not answer.
+
+    Communication: one listing of the store, and one small object per island.
+    """
+    return read_status(
+        Store(ObjectStore(url, creates=False), url, 10.0, Clock(), lambda line: None)
+    )
+
+
+def read_status(store: Store) -> Status:
+    """Return the status of the run in a store."""
+    run = read_run(store)
+    if run is None:
+        raise IslandsError(f"{store.url}: there is no run here.")
+    entries = store.list("")
+    keys = [entry.key for entry in entries]
+    decided = [parse_round(key) for key in keys if key.endswith("/manifest.json")]
+    number = max((n + 1 for n in decided if n is not None), default=0)
+    snapshots = [parse_round(key) or 0 for key in keys if key.startswith("snapshots/")]
+    present = {parse_island(key) for key in keys if key.startswith(f"{round_folder(number)}/")}
+    islands = []
+    for entry in entries:
+        note = read_note(store, entry.key) if entry.key.startswith("islands/") else None
+        if note is not None:
+            islands.append(
+                IslandStatus(
+                    note.island, note.round, number - note.round, note.island in present,
+                    note.updates, note.sent, note.received, entry.modified,
+                )
+            )  # fmt: skip
+    size = sum(entry.size for entry in entries)
+    return Status(run.run, number, max(snapshots, default=0), size, islands)
+
+
+class Wire:
+    """The payload of a part.
+
+    Args:
+      codec: a codec of `js.codecs`; None sends float32.
+      size: number of elements of the model.
+
+    Attributes:
+      shapes: name, shape and dtype of its array.
+      num_bytes: bytes of its array.
+    """
+
+    def __init__(self, codec: Codec | None, size: int) -> None:
+        self._codec: Any = codec
+        self._size = size
+        self.error_feedback = codec is not None and codec.error_feedback
+        self.shapes: Mapping[str, tuple[tuple[int, ...], Any]]
+        if codec is None:
+            self.num_bytes, self.shapes = 4 * size, {"displacement": ((size,), np.float32)}
+            return
+        row = jax.ShapeDtypeStruct((1, size), np.float32)
+        self._packed = jax.eval_shape(codec.encode, row).shape
+        self._encode = jax.jit(codec.encode)
+        self.num_bytes = int(np.prod(self._packed))
+        self.shapes = {"codes": ((self.num_bytes,), np.uint8)}
+
+    def encode(self, x: np.ndarray) -> np.ndarray:
+        """Return a vector of float32 as it is sent."""
+        if self._codec is None:
+            return x
+        return jax.device_get(self._encode(jax.device_put(x[None]))).reshape(-1)
+
+    def decode(self, sent: np.ndarray) -> np.ndarray:
+        """Return the vector that was sent, the same bits on every machine."""
+        if self._codec is None:
+            return sent
+        return self._codec.decode(sent.reshape(self._packed), self._size)[0]
+
+
+def concatenate(leaves: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the leaves of a model as one vector."""
+    return np.concatenate([np.ravel(x) for x in leaves]) if leaves else np.zeros(0, np.float32)
+
+
+def split_like(x: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return a vector as leaves; the inverse of `concatenate`."""
+    ends = np.cumsum([leaf.size for leaf in like])
+    parts = np.split(x, ends[:-1]) if like else []
+    return [part.reshape(leaf.shape) for part, leaf in zip(parts, like, strict=True)]

@@ -1,4 +1,7 @@
-"""An island: a program of its own that trains one model with others through an object store."""
+"""The state of an island that checkpoints hold: which anchor its parameters come from.
+
+An island: a program of its own that trains one model with others through an object store.
+"""
 
 import functools
 import json
@@ -19,31 +22,100 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import ArgumentError, as_number, checked_int
+from .._support.types import PyTree
 from ..algorithms import shares_of_gossip
 from ..collectives.codecs import Codec
 from ..embedding import WithTables
 from ..mesh import array_from_host, axis_names, consensus, put_on_all_devices, virtual_mesh
 from ..transform import (
+    Algorithm,
     Every,
     ParameterTransform,
     as_schedule,
     every,
     moving_states,
     shift_copies,
+    wrap_algorithm,
 )
 from ..tree import Staged, leaf_names, parts_of
-from ._format import Run, checked_name, leaf_descriptions
+from ._format import (
+    Run,
+    Status,
+    Wire,
+    check_settings,
+    checked_name,
+    concatenate,
+    leaf_descriptions,
+    read_run,
+    split_like,
+    status,
+)
 from ._optimizer import HostOptimizer, checked_optimizer
 from ._rounds import Outcome, Rounds, Rules
-from ._run import check_settings, read_run
-from ._status import Status, status
 from ._store import Clock, IslandsError, ObjectStore, Store, parse_url
-from ._transform import IslandState, transform
-from ._wire import Wire, concatenate, split_like
 
 if TYPE_CHECKING:
     from ..train import TrainState
-    from ..train.input import StepResult
+    from ..train._train_pipeline import StepResult
+
+
+class IslandState(NamedTuple):
+    """The `state.local["island"]` of `Island.transform`; equal on all replicas."""
+
+    run: jax.Array  # () uint32, from the name of the run; 0 before the island has joined
+    round: jax.Array  # () int32, the round from whose anchor the parameters come
+    exchanged: jax.Array  # () int32, updates at the last exchange
+    lost: PyTree  # float32, like the parameters: what the codec has not sent yet; () without one
+
+
+def transform(
+    base: ParameterTransform | None = None, codec: Codec | None = None
+) -> ParameterTransform:
+    """Return `Island.transform(base)` of an island with this codec, without asking a store.
+
+    A program that reads the checkpoints of an island, and joins nothing, makes its step with it.
+
+    Args:
+      base: the algorithm between the island's replicas; None: nothing.
+      codec: the codec of parts, as in `js.islands.join`.
+
+    Returns:
+      The `sync` of `js.make_train_step`, with the state of `base` in `state.local["base"]`.
+
+    Raises:
+      ValueError: a base that keeps an anchor of its own.
+
+    Communication: that of `base`.
+    """
+    if base is not None and not isinstance(base, ParameterTransform):
+        raise ValueError(f"islands: `base` must be None or one such as js.sgp(...), got {base!r}.")
+    inner = Algorithm() if base is None else base.algorithm
+    if inner.has_anchor:
+        raise ValueError(
+            f"islands: `base` must not keep an anchor, which an exchange would leave behind, "
+            f"got {inner.owner}; take js.local_sgd or js.sgp."
+        )
+    error_feedback = codec is not None and codec.error_feedback
+    return ParameterTransform(_with_island_state(inner, error_feedback=error_feedback))
+
+
+def _with_island_state(base: Algorithm, *, error_feedback: bool) -> Algorithm:
+    """Return the algorithm between an island's replicas, whose state also holds an `IslandState`.
+
+    Programs leave that alone: `Island.exchange` changes it between two updates.
+    """
+
+    def local(params: PyTree) -> dict[str, Any]:
+        zero, run = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.uint32)
+        lost = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        island = IslandState(run, zero, zero, lost if error_feedback else ())
+        return {**wrap_algorithm(base).local(params), "island": island}
+
+    def bind(axis_sizes: Any, params: PyTree | None) -> Algorithm:
+        return _with_island_state(base.bound(axis_sizes, params), error_feedback=error_feedback)
+
+    return replace(wrap_algorithm(base), local=local, owner="islands", bind=base.bind and bind)
+
 
 _LOGGER = logging.getLogger("jaxslowmo.islands")
 _JOIN_SECONDS = 10.0  # how long a store may not answer when a user waits to begin

@@ -27,23 +27,28 @@ from ._format import (
     Part,
     Run,
     Snapshot,
+    Wire,
+    check_settings,
+    concatenate,
     dump,
     manifest_key,
     max_num_bytes,
     missing_key,
+    note_key,
     parse_arrays,
     parse_header,
     parse_island,
     parse_round,
     part_key,
+    read_note,
+    read_run,
     round_folder,
     sha256,
     snapshot_key,
+    split_like,
 )
 from ._optimizer import HostOptimizer
-from ._run import check_settings, note_key, read_note, read_run
 from ._store import Clock, IslandsError, Store, StoreError, TooLargeError
-from ._wire import Wire, concatenate, split_like
 
 _POLL_SECONDS = 0.05, 2.0  # the first and the longest pause between two looks at a round
 _PROGRESS_SECONDS = 30.0

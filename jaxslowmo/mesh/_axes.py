@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from .._support.checks import ArgumentError
 from .._support.private_jax import bound_axes, spmd_axes
-from .._support.types import AxisName, PyTree, axis_names
-from .._support.varying import checks_varying, varying_axes
+from .._support.types import AxisName, PyTree, axis_names, checks_varying, varying_axes
 
 
 def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "") -> None:

@@ -7,12 +7,12 @@ from jax.sharding import Mesh
 
 from .._support.checks import as_number, check_choice, checks_flags
 from .._support.types import PyTree
+from ._host_pipeline import HostPipeline
+from ._one_program import OneProgram
+from ._partition import blocks_by_bytes
 from ._pipelined import Pipelined
 from ._plan import Plan, stage_kinds
-from .host import HostPipeline
 from .model import Block, LayeredModel, StageLayout, model_blocks
-from .one_program import OneProgram
-from .partition import blocks_by_bytes
 from .schedules import Schedule
 
 Executor = Literal["one_program", "host"]

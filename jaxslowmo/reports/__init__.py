@@ -1,12 +1,12 @@
 """Reports on what a program sends, and on how a step spends its time."""
 
-from .communication import CommReport as CommReport
-from .communication import CommRow as CommRow
-from .communication import comm_report as comm_report
-from .communication import comm_report_of as comm_report_of
-from .time import Bucket as Bucket
-from .time import KindOfStep as KindOfStep
-from .time import MeasuredStep as MeasuredStep
-from .time import StepReport as StepReport
-from .time import StepTimes as StepTimes
-from .time import measured as measured
+from ..tree import Bucket as Bucket
+from ._comm_report import CommReport as CommReport
+from ._comm_report import CommRow as CommRow
+from ._comm_report import comm_report as comm_report
+from ._comm_report import comm_report_of as comm_report_of
+from ._measured import KindOfStep as KindOfStep
+from ._measured import MeasuredStep as MeasuredStep
+from ._measured import StepReport as StepReport
+from ._measured import measured as measured
+from ._step_times import StepTimes as StepTimes

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ._arguments import as_size, check_even
-from ._phone_book import Graph, from_phone_book, reachable, unique
+from ._phone_book import Graph, as_size, check_even, from_phone_book, reachable, unique
 
 # Circulant graphs: every node has peers at the same distances around a circle.
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ._arguments import accepts, describe_value, parameters
-from ._phone_book import Edge, Graph
+from ._phone_book import Edge, Graph, accepts, describe_value, parameters
 
 Mixing = Callable[[Graph, int], Any]
 """`(graph, step) -> P[destination, source]`, (num_nodes, num_nodes), with columns that sum to 1."""

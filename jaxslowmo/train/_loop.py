@@ -14,8 +14,7 @@ from ..algorithms import shares_of_gossip
 from ..mesh import AnyMesh, consensus
 from ..transform import Every, ParameterTransform, as_schedule
 from ..tree import add, leaf_names
-from ._train_state import TrainState, update_count
-from .input import (
+from ._train_pipeline import (
     Partial,
     ScanBatches,
     ScanPipeline,
@@ -23,6 +22,7 @@ from .input import (
     TrainPipeline,
     check_accumulation,
 )
+from ._train_state import TrainState, update_count
 from .step import mean_metrics, metric_weight, weighted_metrics
 
 

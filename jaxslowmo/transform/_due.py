@@ -13,8 +13,7 @@ from jax import lax
 
 from .._support.checks import checked_int
 from .._support.scopes import PHASE
-from .._support.types import PyTree
-from .._support.varying import tracks_types, varying_axes
+from .._support.types import PyTree, tracks_types, varying_axes
 from ..mesh import cast_varying, uniform
 
 

@@ -1,14 +1,17 @@
 """Pytree arithmetic and packing of trees into flat buffers; nothing here communicates."""
 
-from ._bucket_assignment import MIB as MIB
-from ._bucket_assignment import assign_buckets as assign_buckets
+from ._buffers import MIB as MIB
 from ._buffers import Bucket as Bucket
 from ._buffers import Buffer as Buffer
 from ._buffers import BufferPlan as BufferPlan
+from ._buffers import Flats as Flats
+from ._buffers import TreePacking as TreePacking
+from ._buffers import assign_buckets as assign_buckets
 from ._buffers import note_buffers as note_buffers
 from ._buffers import noted_buffers as noted_buffers
 from ._buffers import plan_buffers as plan_buffers
 from ._buffers import split_last as split_last
+from ._leaves import WeightedSum as WeightedSum
 from ._leaves import add as add
 from ._leaves import all_finite as all_finite
 from ._leaves import apply_exactly as apply_exactly
@@ -32,10 +35,7 @@ from ._leaves import updates_to as updates_to
 from ._leaves import widen_updates as widen_updates
 from ._leaves import zero_unless as zero_unless
 from ._leaves import zeros_like as zeros_like
-from ._packing import Flats as Flats
-from ._packing import TreePacking as TreePacking
 from ._staged import Leaf as Leaf
 from ._staged import LeafPlace as LeafPlace
 from ._staged import Staged as Staged
 from ._staged import in_model_form as in_model_form
-from ._weighted import WeightedSum as WeightedSum

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 
 from checkpoint.runs import MODEL_STATE, PARAMS, batch, leaf_bytes, make_step
-from jaxslowmo.checkpoint import CheckpointError, Checkpoints, _arrays
-from jaxslowmo.checkpoint._arrays import fingerprints, host_fingerprint
+from jaxslowmo.checkpoint import CheckpointError, Checkpoints
+from jaxslowmo.checkpoint import _record as _arrays
+from jaxslowmo.checkpoint._record import fingerprints, host_fingerprint
 
 
 def restored(folder, step, **options):

@@ -19,7 +19,7 @@ import jaxslowmo as js
 from checkpoint.runs import MODEL_STATE, PARAMS, batch, checksum_by_replica, make_step
 from jaxslowmo.checkpoint import (CheckpointError, Checkpoints, _checkpoints as module,
                                   export_consensus, load_consensus)
-from jaxslowmo.checkpoint._folder import UnreadableError
+from jaxslowmo.checkpoint._record import UnreadableError
 
 warnings.simplefilter("error")
 folder, read = Path(__file__).parent / "run", module.read_checkpoint

@@ -4,8 +4,8 @@ import json
 import os
 from importlib.metadata import version
 
-from jaxslowmo.cli._agreement import open_run
 from jaxslowmo.cli._config import TrainConfig, replace_options
+from jaxslowmo.cli._folder import open_run
 from jaxslowmo.cli._processes import ALONE
 from jaxslowmo.data import read_corpus
 from support.pairs import two_processes
@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from jaxslowmo._support import coordinator as notes
 from jaxslowmo.cli import _agreement
-from jaxslowmo.cli._agreement import open_run
+from jaxslowmo.cli._folder import open_run
 from jaxslowmo.cli._config import TrainConfig, replace_options
 from jaxslowmo.cli._errors import code_of, describe
 from jaxslowmo.cli._processes import Cluster

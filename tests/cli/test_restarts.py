@@ -281,7 +281,7 @@ def test_a_child_ends_with_its_parent_and_ctrl_c_reaches_it_through_that_alone(m
     # In the start, too: both are in the terminal's group of processes.
     found, before = [], signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(
-        "jaxslowmo.cli._train.train", lambda *_: found.append(signal.getsignal(signal.SIGINT)) or 0
+        "jaxslowmo.cli._run.train", lambda *_: found.append(signal.getsignal(signal.SIGINT)) or 0
     )
     monkeypatch.setattr("jaxslowmo.cli._supervise.end_with_parent", lambda parent: None)
     monkeypatch.setenv(CHILD, str(os.getpid()))

@@ -87,12 +87,16 @@ MAKING = {
     "initial": Refusal(lambda: js.embedding.rowwise_adagrad(0.1, initial=-1), "`initial`", -1),
     "decay": Refusal(lambda: js.embedding.rowwise_sgd(0.1, weight_decay=-1), "`weight_decay`", -1),
     "momentum": Refusal(lambda: js.embedding.rowwise_sgd(0.1, momentum=1), "`momentum`", 1),
-    "nesterov": Refusal(lambda: js.embedding.rowwise_sgd(0.1, nesterov=True), "`nesterov`", "`momentum`"),
+    "nesterov": Refusal(
+        lambda: js.embedding.rowwise_sgd(0.1, nesterov=True), "`nesterov`", "`momentum`"
+    ),
     "b2": Refusal(lambda: js.embedding.rowwise_adam(0.1, b2=1.0), "`b2`", 1.0),
     "no optimizer": Refusal(
         lambda: made({"b": js.Table(8, 4, optimizer=SGD), **TABLES}, optimizer=None), "'a'"
     ),
-    "an infinite rate": Refusal(lambda: js.embedding.rowwise_sgd(math.inf), "`learning_rate`", "inf"),
+    "an infinite rate": Refusal(
+        lambda: js.embedding.rowwise_sgd(math.inf), "`learning_rate`", "inf"
+    ),
 }
 DEVICES = {
     **wrong(on_two, num_parts=0),

@@ -176,7 +176,9 @@ ROOM, SLOTS = 0.3, 5
 def patching(everything):
     """Return what `refresh_vectors` makes of vectors of an older table, on two devices."""
     tables = {"r": js.Table(128, 2), "c": js.Table(64, 2, shard="column")}
-    emb = js.embeddings(tables, axis_name="s", optimizer=js.embedding.rowwise_sgd(1.0), capacity=SLOTS)
+    emb = js.embeddings(
+        tables, axis_name="s", optimizer=js.embedding.rowwise_sgd(1.0), capacity=SLOTS
+    )
     emb = emb.over(2)
 
     def run(old, new, changed, bags):

@@ -112,7 +112,14 @@ def test_tables_of_several_optimizers_share_no_array():
         return set(js.embeddings(tables, axis_name="s", optimizer=SGD).over(2).specs)
 
     assert names_of(a=js.embedding.rowwise_sgd(0.1)) == {"tables_float32_4_over_2"}
-    assert len(names_of(a=js.embedding.rowwise_sgd(Falling(1.0)), b=js.embedding.rowwise_sgd(Falling(1.0)))) == 2
+    assert (
+        len(
+            names_of(
+                a=js.embedding.rowwise_sgd(Falling(1.0)), b=js.embedding.rowwise_sgd(Falling(1.0))
+            )
+        )
+        == 2
+    )
     a, b = names_of(a=js.embedding.rowwise_sgd(0.2)), names_of(b=js.embedding.rowwise_sgd(0.2))
     assert (len(a), len(b), len(a | b)) == (2, 2, 4)
 

@@ -33,7 +33,9 @@ OPTIMIZERS = [
         Rule("sgd", lambda n: 0.2, momentum=0.7, nesterov=True, decay=0.1),
     ),
     (
-        js.embedding.rowwise_adam(optax.linear_schedule(0.2, 0.1, 2), b2=0.9, eps=0.3, per_row=True),
+        js.embedding.rowwise_adam(
+            optax.linear_schedule(0.2, 0.1, 2), b2=0.9, eps=0.3, per_row=True
+        ),
         Rule("adam", lambda n: max(0.1, 0.2 - n / 20), eps=0.3, b1=0.9, b2=0.9, per_row=True),
     ),
     (

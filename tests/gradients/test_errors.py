@@ -10,8 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.gradients.precision import apply_policy, check_nesting
-from jaxslowmo.gradients.precision._loss_scale import ScaleRule
+from jaxslowmo.gradients.precision import ScaleRule, apply_policy, check_nesting
 from support.bad_input import one_update, trace
 from support.refusals import Refusal, each
 from support.wrong import wrong

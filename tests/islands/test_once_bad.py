@@ -10,11 +10,10 @@ import jaxslowmo as js
 from islands.test_trust import NAN, SIZE, UNIT, life, moved, part
 from islands.world import Process, World
 from jaxslowmo.islands import IslandsError, _format
-from jaxslowmo.islands._format import Manifest, Run, leaf_descriptions, manifest_key, part_key
+from jaxslowmo.islands._format import Manifest, Run, Wire, leaf_descriptions, manifest_key, part_key
 from jaxslowmo.islands._optimizer import HostOptimizer
 from jaxslowmo.islands._rounds import Anchor, Rounds, Rules
 from jaxslowmo.islands._store import Store
-from jaxslowmo.islands._wire import Wire
 
 CODED = Wire(js.codecs.int8(block=SIZE), SIZE)
 KEEPS_ONE: Any = {"snapshot_every": 1, "keep": 1}

@@ -16,11 +16,18 @@ from hypothesis import strategies as st
 import jaxslowmo as js
 from islands.world import Died, Process, World
 from jaxslowmo.islands import _rounds
-from jaxslowmo.islands._format import Manifest, Part, Run, manifest_key, parse_arrays, parse_header
+from jaxslowmo.islands._format import (
+    Manifest,
+    Part,
+    Run,
+    Wire,
+    manifest_key,
+    parse_arrays,
+    parse_header,
+)
 from jaxslowmo.islands._optimizer import HostOptimizer
 from jaxslowmo.islands._rounds import Anchor, Outcome, Rounds, Rules
 from jaxslowmo.islands._store import Store, StoreError
-from jaxslowmo.islands._wire import Wire
 
 SIZE, PLACES = 64, 48
 ROUNDING = 1e-5  # what is left of a difference of parameters

@@ -19,6 +19,7 @@ from jaxslowmo.islands._format import (
     Part,
     Run,
     Snapshot,
+    Wire,
     dump,
     manifest_key,
     parse_header,
@@ -28,7 +29,6 @@ from jaxslowmo.islands._format import (
 from jaxslowmo.islands._optimizer import HostOptimizer
 from jaxslowmo.islands._rounds import Anchor, Rounds, Rules
 from jaxslowmo.islands._store import Store
-from jaxslowmo.islands._wire import Wire
 
 SIZE, DEADLINE = 8, 20.0
 OPTIMIZER = HostOptimizer(optax.sgd(1.0), [np.zeros(SIZE, np.float32)])

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo._support.varying import checks_varying, tracks_types, varying_axes
+from jaxslowmo._support.types import checks_varying, tracks_types, varying_axes
 from jaxslowmo.mesh import (
     match_varying,
     max_over,

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint._convert import consensus as host_consensus
-from jaxslowmo.mesh._consensus import _consensus_fn
+from jaxslowmo.mesh._in_sync import _consensus_fn
 from support.pairs import two_processes
 
 REPLICAS, RATE, STEPS = 4, 0.25, 7

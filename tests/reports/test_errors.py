@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxslowmo as js
-from jaxslowmo.reports.communication import CommReport, CommRow, comm_report_of
+from jaxslowmo.reports._comm_report import CommReport, CommRow, comm_report_of
 from support.refusals import Refusal, each
 
 X = jax.ShapeDtypeStruct((8,), jnp.float32)

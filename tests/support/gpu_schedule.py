@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxslowmo.reports.communication._hlo_text import HloModule, Instruction, parse_scope, shapes
+from jaxslowmo.reports._hlo import HloModule, Instruction, parse_scope, shapes
 from support.schedule_text import PRODUCTS, inside, instructions, scheduled_module
 
 _COLLECTIVES = (

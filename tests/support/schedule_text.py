@@ -2,12 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxslowmo.reports.communication._hlo_text import (
-    HloModule,
-    Instruction,
-    parse_module,
-    parse_scope,
-)
+from jaxslowmo.reports._hlo import HloModule, Instruction, parse_module, parse_scope
 
 # Compilers for TPU write a matrix product as a convolution.
 PRODUCTS = {"dot", "convolution"}

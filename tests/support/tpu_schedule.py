@@ -7,7 +7,7 @@ run, and what stands between the start and the end of a transfer runs beside it.
 import re
 from dataclasses import dataclass
 
-from jaxslowmo.reports.communication._hlo_text import Instruction
+from jaxslowmo.reports._hlo import Instruction
 from support.schedule_text import (
     PRODUCTS,
     instructions,

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.tracing import collective_axes, equations_in, read_update
-from jaxslowmo.tracing._jaxprs import varying_axes
+from jaxslowmo.tracing._programs import varying_axes
 from jaxslowmo.transform import takes_extra
 from support.promotion import promoting
 

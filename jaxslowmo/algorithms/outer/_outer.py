@@ -43,29 +43,27 @@ from ...tree import Staged, add, at_least_float32, parts_of, subtract, widen_upd
 from .._error_feedback import first_memory, has_leaves, next_residual, part_to_send
 from ._aggregate import NormWeighted, RadialDirectional
 from ._blocks import DisplacementFn, slow_step, slow_step_in_blocks
-from ._delay import (
-    NOTHING,
-    InFlight,
-    arrived_mean,
-    average_part,
-    nothing_in_flight,
-    overlapped_exchange,
-    with_flight,
-)
 from ._fragments import (
     ALL_LEAVES,
+    NOTHING,
     SEND,
     SLOW,
     TAKE,
     Fragment,
     Fragments,
     FragmentSchedule,
+    InFlight,
     Layers,
+    arrived_mean,
+    average_part,
     check_fragment_schedules,
     combine_states,
     fragment_schedules,
     fragment_state,
     make_fragments,
+    nothing_in_flight,
+    overlapped_exchange,
+    with_flight,
     with_state,
 )
 

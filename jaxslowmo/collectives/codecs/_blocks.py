@@ -10,8 +10,7 @@ import numpy as np
 from jax import lax
 
 from ..._support.checks import check_choice, checked_int, checks_flags
-from ._bytes import pack, unpack
-from ._codec import Codec
+from ._codec import Codec, pack, unpack
 
 _BLOCKS_TO_ALIGN = 32
 

@@ -12,8 +12,7 @@ import numpy as np
 from ..._support.checks import check_choice, checked_int, checked_share, checks_flags
 from ...tree import at_least_float32
 from ._blocks import ratio_of, scale_of
-from ._bytes import Kind, pack, unpack
-from ._codec import Codec
+from ._codec import Codec, Kind, pack, unpack
 
 Values = Literal["int8", "bits2"]
 _ROUNDING = 1e-9  # 0.07 * 100 is above 7

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from ..._support.checks import check_choice, check_names
+from ..._support.checks import check_choice, check_names, records_settings
 from ..._support.scopes import ALL_REDUCE_ROWS
-from ..._support.settings import records_settings
 from ..._support.types import AxisName, PyTree
 from ...collectives import all_mean, gather_slices, quotient, scale
 from ...mesh import axis_names, axis_size, require_axes, sum_over
@@ -30,14 +29,17 @@ from ...transform import (
 )
 from ...tree import at_least_float32
 from .._leaves import check_varying
-from ._coalesce import add_in_order, coalesce, distinct_rows, row_gradient
 from ._row_gradient import (
     RowGradient,
     Rows,
+    add_in_order,
     arrays_of,
     check_row_gradient,
     checked_capacities,
+    coalesce,
+    distinct_rows,
     num_outside,
+    row_gradient,
     split_rows,
 )
 

@@ -1,16 +1,23 @@
-"""Gradients of tables as row numbers and values, alone and next to those of dense parameters."""
+"""Gradients of tables as row numbers and values, alone and next to those of dense parameters.
+
+Coalescing of rows: duplicates summed, rows sorted, in a static number of entries.
+
+Differentiation with respect to the rows that are looked up, not the whole table.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from ..._support.checks import check_names, checked_int
+from ..._support.checks import check_names, checked_int, checks_flags
 from ..._support.scopes import ALL_REDUCE_ROWS
 from ..._support.types import PyTree
+from ...collectives import scale
 from ...tree import at_least_float32, leaf_names
 
 
@@ -250,3 +257,321 @@ def split_rows(
         return treedef.unflatten([rows.get(name, x) for name, x in others])
 
     return dense, rows, (), join
+
+
+OUT_OF_RANGE = 2**31 - 1  # beyond any capacity: scatters drop entries at this place
+
+
+class Coalesced(NamedTuple):
+    """The result of `js.sparse.coalesce` and `js.sparse.row_gradient`.
+
+    Attributes:
+      gradient: sorted distinct rows, padding at the end. If `overflow` is not 0 it does not hold
+        all rows, and all its values are NaN so that nobody takes it for the whole gradient.
+      distinct: () int32, number of distinct rows.
+      overflow: () int32, number of distinct rows that exceed the capacity; 0 if all rows fit.
+    """
+
+    gradient: RowGradient
+    distinct: jax.Array
+    overflow: jax.Array
+
+
+def distinct_rows(
+    rows: jax.Array, num_rows: int, num_places: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the distinct row numbers of an array of any shape; all that sums rows uses it.
+
+    Args:
+      rows: int32, padding is `num_rows`.
+      num_rows: number of rows of the table.
+      num_places: number of distinct rows that the result has room for; the last ones are left out.
+
+    Returns:
+      (num_places,) int32, the distinct rows, sorted; padding is `num_rows`. In the shape of `rows`
+      int32, each entry's place among all distinct rows, `OUT_OF_RANGE` for padding. () int32, the
+      number of all distinct rows.
+    """
+    flat = rows.reshape(-1)
+    order = jnp.argsort(flat)
+    ordered = flat[order]
+    first = jnp.concatenate([jnp.ones(min(flat.size, 1), bool), ordered[1:] != ordered[:-1]])
+    real = ordered < num_rows
+    ranks = jnp.cumsum(first, dtype=jnp.int32) - 1
+    ordered_places = jnp.where(real, ranks, jnp.int32(OUT_OF_RANGE))
+    distinct = jnp.full(num_places, num_rows, jnp.int32)
+    distinct = distinct.at[ordered_places].set(ordered, mode="drop")
+    places = jnp.zeros(flat.shape, jnp.int32).at[order].set(ordered_places)
+    count = jnp.sum(first & real, dtype=jnp.int32)
+    return distinct, places.reshape(rows.shape), count
+
+
+def _nan_on_overflow(
+    rows: jax.Array, values: jax.Array, num_rows: int, distinct: jax.Array
+) -> Coalesced:
+    overflow = jnp.maximum(distinct - rows.shape[0], 0)
+    values = jnp.where(overflow > 0, jnp.full_like(values, jnp.nan), values)
+    return Coalesced(RowGradient(rows, values, num_rows), distinct, overflow)
+
+
+def coalesce(gradient: RowGradient, *, capacity: int | None = None) -> Coalesced:
+    """Sum the entries of a row gradient that have the same row, so that each row occurs once.
+
+    Args:
+      gradient: entries in any order. Rows outside of the table are left out, as padding is.
+      capacity: entries of the result; None is the largest possible number of distinct rows.
+
+    Returns:
+      A `Coalesced`: the gradient with `capacity` entries, the number of distinct rows, and how many
+      of them exceed the capacity; if any do, the values are NaN. Half precision is summed in
+      float32.
+
+    Raises:
+      ValueError: capacity < 1; rows that are no integers or not one for each value.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> gradient = RowGradient(jnp.array([3, 1, 3]), jnp.ones((3, 1)), num_rows=5)
+      >>> result = coalesce(gradient, capacity=3)
+      >>> rows, values = result.gradient.rows, result.gradient.values[:, 0]
+      >>> rows.tolist(), values.tolist(), int(result.distinct)
+      ([1, 3, 5], [1.0, 2.0, 0.0], 2)
+
+    Communication: none.
+    """
+    capacity = checked_capacity("coalesce", capacity)
+    check_row_gradient("coalesce", "`gradient`", gradient)
+    rows, num_rows = pad_invalid(gradient.rows, gradient.num_rows), gradient.num_rows
+    size = capacity or max(1, min(rows.shape[0], num_rows))
+    distinct, places, count = distinct_rows(rows, num_rows, size)
+    zeros = jnp.zeros((size, *gradient.shape[1:]), at_least_float32(gradient.dtype))
+    sums = add_entries(zeros, places, gradient.values).astype(gradient.dtype)
+    return _nan_on_overflow(distinct, sums, num_rows, count)
+
+
+def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
+    """Return the rows of a dense gradient that are not zero.
+
+    Args:
+      dense: (num_rows, *s), gradient of a table.
+      capacity: entries of the result; None is one for each row.
+
+    Returns:
+      A `Coalesced`; see `js.sparse.coalesce`.
+
+    Raises:
+      ValueError: capacity < 1, a scalar, or a gradient that is not floating.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> result = row_gradient(jnp.array([[0.0], [2.0], [0.0]]), capacity=2)
+      >>> result.gradient.rows.tolist(), result.gradient.values[:, 0].tolist()
+      ([1, 3], [2.0, 0.0])
+
+    Communication: none.
+    """
+    capacity = checked_capacity("row_gradient", capacity)
+    dense = jnp.asarray(dense)
+    if dense.ndim < 1 or not jnp.issubdtype(dense.dtype, jnp.floating):
+        raise ValueError(
+            "row_gradient: `dense` must be the floating gradient of a table (num_rows, ...), got "
+            f"{dense.dtype}{list(dense.shape)}."
+        )
+    num_rows = dense.shape[0]
+    used = jnp.any(dense != 0, axis=tuple(range(1, dense.ndim)))
+    (rows,) = jnp.nonzero(used, size=capacity or max(1, num_rows), fill_value=num_rows)
+    rows = rows.astype(jnp.int32)
+    values = dense.at[rows].get(mode="fill", fill_value=0)
+    return _nan_on_overflow(rows, values, num_rows, jnp.sum(used, dtype=jnp.int32))
+
+
+def add_in_order(
+    places: jax.Array, values: jax.Array, num_places: int, shares: jax.Array | None = None
+) -> jax.Array:
+    """Return sums of the devices' values `(num_places, *s)`, added one device at a time.
+
+    The sums are at least float32. No place occurs twice in one addition, so the order of sums is
+    fixed, even on backends whose scatter-add has no fixed order.
+
+    Args:
+      places: (devices, k) int32, distinct in each device; places >= `num_places` are dropped.
+      values: (devices, k, *s).
+      num_places: entries of the result.
+      shares: (devices,), factors of each device's values; None: 1.
+    """
+    wide = at_least_float32(values.dtype)
+
+    def add(total: jax.Array, one: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        place, device_values, *share = one
+        device_values = device_values.astype(wide)
+        if share:
+            device_values = scale(device_values, *share)
+        return add_entries(total, place, device_values), None
+
+    entries = (places, values) if shares is None else (places, values, shares)
+    zeros = jnp.zeros_like(values, wide, shape=(num_places, *values.shape[2:]))
+    return lax.scan(add, zeros, entries)[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TouchedRows(SomeRows):
+    """The rows of a table that a batch uses, indexed like the whole table: `touched[indices]`.
+
+    It replaces the table in a loss function. A row that it does not hold, or that is outside of
+    the table, is NaN; negative numbers count from the end, as in jax.
+
+    Attributes:
+      rows: (k,) int32, sorted and distinct; padding is `num_rows`.
+      values: (k, *s), the rows; differentiate with respect to them.
+      num_rows: number of rows of the table; static.
+    """
+
+    def positions(self, indices: Any) -> jax.Array:
+        """Return the position in `values` of each row of `indices`; k for a missing row."""
+        rows, held_rows = _resolve_indices(indices, self.num_rows), row_numbers(self.rows)
+        size = held_rows.shape[0]
+        place = jnp.searchsorted(held_rows, rows).astype(jnp.int32)
+        is_held = held_rows.at[place].get(mode="fill", fill_value=self.num_rows) == rows
+        return jnp.where(is_held & (rows < self.num_rows), place, jnp.int32(size))
+
+    def __getitem__(self, indices: Any) -> jax.Array:
+        """Return rows of the table, `(*indices.shape, *s)`."""
+        return self.values.at[self.positions(indices)].get(mode="fill", fill_value=jnp.nan)
+
+    def gradient(self, values: jax.Array) -> RowGradient:
+        """Return the gradient of the table from that of `self.values`."""
+        return RowGradient(self.rows, values, self.num_rows)
+
+    def __jax_array__(self) -> jax.Array:
+        """Raise `TypeError`: this is not the whole table."""
+        raise TypeError(
+            "TouchedRows holds only the rows that a step looks up: index it, `table[indices]`. A "
+            "table that is used in another way, as the output layer for example, has a gradient in "
+            "every row: leave it out of `tables` in js.row_value_and_grad."
+        )
+
+
+class GatheredRows(NamedTuple):
+    """The result of `js.sparse.gather_rows`.
+
+    Attributes:
+      touched: the distinct rows, a `TouchedRows`.
+      positions: int32, in the shape of the indices: `touched.values[positions]` is
+        `table[indices]`.
+      overflow: () int32, number of distinct rows beyond `capacity`; looked up, they are NaN.
+    """
+
+    touched: TouchedRows
+    positions: jax.Array
+    overflow: jax.Array
+
+
+def _resolve_indices(indices: Any, num_rows: int) -> jax.Array:
+    """Return row numbers of `indices`, int32: negative ones resolved, invalid ones as padding."""
+    rows = row_numbers(indices)
+    return pad_invalid(jnp.where(rows < 0, rows + num_rows, rows), num_rows)
+
+
+def gather_rows(
+    table: jax.Array, indices: jax.Array, *, capacity: int | None = None
+) -> GatheredRows:
+    """Return the distinct rows of a table that `indices` look up.
+
+    Differentiate with respect to `touched.values`, and `touched.gradient(...)` is the gradient of
+    the table, which never exists as a whole.
+
+    Args:
+      table: (num_rows, *s).
+      indices: integers of any type and shape; negative ones count from the end.
+      capacity: largest number of rows to gather; None is the largest possible number.
+
+    Returns:
+      A `GatheredRows`. Looking up a row outside of the table, or one beyond `capacity`, gives NaN.
+
+    Raises:
+      ValueError: capacity < 1, indices that are no integers (from jax).
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> table, indices = jnp.arange(8.0).reshape(4, 2), jnp.array([3, 1, 3])
+      >>> touched, positions, _ = gather_rows(table, indices)
+      >>> gradient = jax.grad(lambda v: v[positions].sum())(touched.values)
+      >>> touched.gradient(gradient).rows.tolist(), gradient[:, 0].tolist()
+      ([1, 3, 4], [1.0, 2.0, 0.0])
+
+    Communication: none.
+    """
+    capacity = checked_capacity("gather_rows", capacity)
+    table = jnp.asarray(table)
+    num_rows = table.shape[0]
+    flat = _resolve_indices(indices, num_rows).reshape(-1)
+    size = capacity or max(1, min(flat.shape[0], num_rows))
+    rows, places, count = distinct_rows(flat, num_rows, size)
+    touched = TouchedRows(rows, table.at[rows].get(mode="fill", fill_value=0), num_rows)
+    positions = jnp.minimum(places, size).reshape(jnp.shape(indices))
+    return GatheredRows(touched, positions, jnp.maximum(count - size, 0))
+
+
+@checks_flags("row_value_and_grad")
+def row_value_and_grad(
+    loss_fn: Callable[..., Any],
+    tables: Callable[..., Mapping[str, Any]],
+    *,
+    capacity: int | Mapping[str, int | None] | None = None,
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, PyTree]]:
+    """Return `jax.value_and_grad`, but with `RowGradient`s for embedding tables.
+
+    A loss function that looks rows up by indexing, `params["embedding"][i]`, needs no change: it
+    receives a `TouchedRows` in place of each table.
+
+    Args:
+      loss_fn: function `loss_fn(params, *args, **kwargs) -> loss`, or `(loss, aux)` with `has_aux`.
+      tables: function `tables(*args, **kwargs)` that returns all indices that the loss looks up
+        with these arguments, by name of the table's leaf: `lambda batch: {"embedding":
+        batch["tokens"]}`. Rows that it leaves out are NaN in the loss.
+      capacity: rows per table, an int or one per name; None is the number of indices. Rows beyond
+        it are NaN in the loss, so it must suffice.
+      has_aux: whether `loss_fn` returns `(loss, aux)`, see `jax.value_and_grad`.
+
+    Returns:
+      A function `(params, *args, **kwargs) -> (value, grads)`; `grads` is like `params`, with a
+      `RowGradient` for each table; reduce them with `js.sparse.all_reduce_rows`.
+
+    Raises:
+      ValueError: capacity < 1; when called, names that are no leaves of `params`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> loss = lambda params, tokens: jnp.sum(params["embedding"][tokens] ** 2)
+      >>> value_and_grad = row_value_and_grad(loss, lambda tokens: {"embedding": tokens})
+      >>> _, grads = value_and_grad({"embedding": jnp.ones((100, 1))}, jnp.array([7, 7]))
+      >>> grads["embedding"].rows.tolist(), grads["embedding"].values.tolist()
+      ([7, 100], [[4.0], [0.0]])
+
+    Communication: none.
+    """
+    capacities = checked_capacities("row_value_and_grad", capacity)
+
+    def value_and_grad(params: PyTree, *args: Any, **kwargs: Any) -> tuple[Any, PyTree]:
+        names, (leaves, treedef) = leaf_names(params), jax.tree.flatten(params)
+        indices = tables(*args, **kwargs)
+        check_names("row_value_and_grad: `tables`", indices, names, "leaves")
+        touched: dict[int, TouchedRows] = {}
+        for i, name in enumerate(names):
+            if name in indices:
+                gathered = gather_rows(leaves[i], indices[name], capacity=capacities(name))
+                touched[i] = gathered.touched
+        values = [touched[i].values if i in touched else leaf for i, leaf in enumerate(leaves)]
+
+        def loss_of(values: list[Any]) -> Any:
+            rows = {i: dataclasses.replace(t, values=values[i]) for i, t in touched.items()}
+            inputs = [rows.get(i, x) for i, x in enumerate(values)]
+            return loss_fn(treedef.unflatten(inputs), *args, **kwargs)
+
+        value, grads = jax.value_and_grad(loss_of, has_aux=has_aux)(values)
+        grads = [touched[i].gradient(g) if i in touched else g for i, g in enumerate(grads)]
+        return value, treedef.unflatten(grads)
+
+    return value_and_grad

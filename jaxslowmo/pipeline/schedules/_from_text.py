@@ -7,13 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 from ..._support.checks import checks_flags
-from ._basic import gpipe, one_f_one_b
-from ._interleaved import interleaved
+from ._kinds import gpipe, interleaved, one_f_one_b, zbv, zero_bubble
 from ._lockstep import lockstep
 from ._operations import TORCH_LETTERS, Kind, Operation
 from ._schedule import Schedule
-from ._zbv import zbv
-from ._zero_bubble import zero_bubble
 
 KINDS: Mapping[str, Callable[..., Schedule]] = MappingProxyType(
     {make.__name__: make for make in (gpipe, one_f_one_b, interleaved, zero_bubble, zbv, lockstep)}

@@ -6,12 +6,9 @@ from itertools import permutations
 import numpy as np
 
 from ..._support.checks import checked_int
-from ._basic import RowEntry, build, gpipe, one_f_one_b, round_robin
-from ._interleaved import interleaved
-from ._operations import Kind, as_sizes
+from ._kinds import RowEntry, build, gpipe, interleaved, one_f_one_b, round_robin, zero_bubble
+from ._operations import Costs, CostTable, Kind, as_sizes, as_time, cost_table
 from ._schedule import Schedule
-from ._simulation import Costs, CostTable, as_time, cost_table
-from ._zero_bubble import zero_bubble
 
 _KINDS: tuple[Kind, ...] = ("F", "B", "W")
 # The weight of the mean over all stages when states are compared; the busiest stage has weight 1.

@@ -8,15 +8,20 @@ from itertools import zip_longest
 
 from ._operations import (
     Cell,
+    Costs,
     Done,
     Operation,
     PlacedOperation,
+    Simulation,
     Tick,
     as_sizes,
+    as_time,
     check_cells,
+    cost_table,
+    simulate_free,
+    simulate_lockstep,
     topological_order,
 )
-from ._simulation import Costs, Simulation, as_time, cost_table, simulate_free, simulate_lockstep
 
 _PlacedCell = tuple[PlacedOperation, ...]  # the operations of one column of a device stage
 

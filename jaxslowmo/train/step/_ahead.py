@@ -11,10 +11,10 @@ from ..._support.checks import as_int, as_number, check_choice
 from ..._support.types import PyTree
 from ...embedding import Embeddings, PrefetchedRows, PrefetchOptions, WithTables
 from .._train_state import TrainState
+from ._checks import without_optimizer
 from ._gradients import GradientWindow, Metrics, StepInputs
 from ._programs import Task
 from ._runner import Runner
-from ._states import without_optimizer
 
 AheadMode = Literal["exact", "stale", "patched"]
 

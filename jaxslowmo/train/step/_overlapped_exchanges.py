@@ -23,7 +23,7 @@ from ...mesh import AnyMesh, axis_names, map_replicas
 from ...transform import OverlappedExchange
 from .._batches import is_multi_process, process_indices
 from .._train_state import TrainState
-from ._states import scalar_counter
+from ._checks import scalar_counter
 
 
 def can_overlap(mesh: AnyMesh, axis_name: AxisName) -> bool:

@@ -20,19 +20,9 @@ from ...tracing import ready_order
 from ...transform import ReplicaGroup, replica_types, shardings
 from ...tree import leaf_names
 from .._batches import BatchPlacer, HostBatch, as_arrays, type_and_sharding
-from .._hyperparams import HyperparamsPaths, hyperparams_paths, replace_numbers
-from .._train_state import TrainState
+from .._train_state import HyperparamsPaths, TrainState, hyperparams_paths, replace_numbers
 from . import _programs as programs
-from ._dispatched import DispatchedGradients
-from ._gradients import GradientWindow, Metrics, StepInputs
-from ._in_flight import StepsInFlight
-from ._local_traffic import has_local_steps
-from ._overlapped_exchanges import OverlappedExchanges
-from ._parts import Layout
-from ._phases import Mode, Phases, RecentValues, concatenate_results
-from ._programs import EVALUATE, ShardTypes, Task
-from ._settings import program_checks
-from ._states import (
+from ._checks import (
     check_donation,
     check_exchange_state,
     check_is_state,
@@ -46,7 +36,13 @@ from ._states import (
     exchange_state_types,
     without_optimizer,
 )
-from ._update import Update
+from ._dispatched import DispatchedGradients
+from ._first_run import has_local_steps, program_checks
+from ._gradients import GradientWindow, Metrics, StepInputs
+from ._in_flight import StepsInFlight
+from ._overlapped_exchanges import OverlappedExchanges
+from ._programs import EVALUATE, Mode, Phases, RecentValues, ShardTypes, Task, concatenate_results
+from ._update import Layout, Update
 
 
 class Room(NamedTuple):

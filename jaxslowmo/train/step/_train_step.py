@@ -1,24 +1,45 @@
-"""The training step over all replicas: the user's interface to its programs."""
+"""The training step over all replicas: the user's interface to its programs.
 
-from collections.abc import Mapping
-from typing import Any
+Options for the compiler of a step's programs: which are refused, which are known to help.
+
+Build a training step from a loss function, an optimizer and what to exchange.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
+import optax
 
-from ..._support.checks import as_int
-from ..._support.types import Phase, PyTree
+from ..._support.checks import as_int, check_choice, checks_flags
+from ..._support.types import AxisName, CompilerOptions, Phase, PyTree
 from ...algorithms import shares_of_gossip
-from ...embedding import WithTables
-from ...mesh import Shares, consensus, describe, replicate_argument
-from ...tracing import state_types
+from ...embedding import Embeddings, WithTables, tables_for_mesh
+from ...gradients.precision import Policy, apply_policy
+from ...mesh import (
+    AnyMesh,
+    MapWith,
+    Shares,
+    consensus,
+    describe,
+    device_mesh,
+    replica_count,
+    replicate_argument,
+)
+from ...tracing import as_full_loss, state_types
+from ...transform import LossProgram, ParameterTransform, over_stages, spec_of
 from ...tree import check_arrays
 from .._batches import HostBatch
 from .._train_state import StepExchange, TrainState, initial_state
 from ._ahead import AheadMode, AheadStep
-from ._gradients import GradientWindow, Metrics, StepInputs
+from ._checks import check_axes, check_trainable, check_with_tables, checked_gradients, split_chain
+from ._dispatched import DispatchedGradients
+from ._first_run import compare_settings
+from ._gradients import BatchGradients, GradientWindow, Metrics, ModelStateMode, StepInputs
+from ._programs import Mode
 from ._runner import Runner
-from ._settings import compare_settings
-from ._states import check_trainable
+from ._update import Update
+from ._with_tables import UpdateWithTables
 
 
 class TrainStep:
@@ -378,3 +399,272 @@ class TrainStep:
         return self._runner.phases.trace_by_phase(
             lambda phase: self._runner.trace_update(state, batch, phase)
         )
+
+
+# What the names of one platform's options begin with. Some of these names are known to the
+# compilers of all platforms, which then do nothing with them.
+_PLATFORMS = {
+    "xla_cpu_": "cpu",
+    "xla_gpu_": "gpu",
+    "xla_tpu_": "tpu",
+    "xla_jf_": "tpu",
+    "xla_vf_": "tpu",
+    "xla_gf_": "tpu",
+    "xla_msa_": "tpu",
+}
+
+_GPU: dict[str, str | int | float | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+# With one axis it would help nothing, and leaves fewer buckets of gradients beside products.
+_GPU_LEVELS = {**_GPU, "xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+_V5E: dict[str, str | int | float | bool] = {"xla_max_concurrent_async_collective_permutes": 16}
+_V5P = {**_V5E, "xla_tpu_enable_all_experimental_scheduler_features": True}
+# By the names that devices give themselves, which changed between versions of libtpu.
+_TPU = {
+    "TPU v5 lite": _V5E,
+    "TPU v5e": _V5E,
+    "TPU v5": _V5P,
+    "TPU v5p": _V5P,
+    "TPU v6 lite": _V5P,
+    "TPU v6e": _V5P,
+}
+
+
+def recommended_compiler_options(mesh: AnyMesh) -> dict[str, str | int | float | bool]:
+    """Return the compiler options that let exchanges overlap on the devices of a mesh.
+
+    Nothing sets them unasked: pass them, alone or with others, to a step, or to `jax.jit` in your
+    own loop.
+
+        options = js.recommended_compiler_options(mesh)
+        step = js.make_train_step(loss_fn, optimizer, mesh=mesh, compiler_options=options)
+
+    Each option is here because compiled programs show its effect; no time was measured.
+
+    - GPU, on a mesh with several axes that are larger than 1,
+      `xla_gpu_experimental_parallel_collective_overlap_limit=2`: two collectives may run at the
+      same time. By default one does, so with two levels the exchange of `js.sgp(overlap=1)` waits
+      for the all-reduce of the gradients inside a replica, and few products or none hide it. A
+      step without `js.sgp` does not need it: there buckets and gathers run beside each other, and
+      fewer of them beside products.
+    - GPU, `xla_gpu_enable_latency_hiding_scheduler=True`: the default on H100, where it changes
+      nothing. On A100 neither gossip nor the buckets of `js.all_reduce_gradients` run beside the
+      products of the backward pass without it.
+    - TPU v5e, v5p and v6e, `xla_max_concurrent_async_collective_permutes=16`: by default five
+      permutes are in flight, so gossip with more peers waits for the others. Programs with fewer
+      stay the same.
+    - TPU v5p and v6e, `xla_tpu_enable_all_experimental_scheduler_features=True`: without it
+      `js.sgp(overlap=1)` ends before or among the products of a step, and not after them.
+
+    Args:
+      mesh: the mesh of the step, whose first device decides. The devices may be described ones,
+        of `jax.experimental.topologies`.
+
+    Returns:
+      Values by name; {} for CPUs, and for TPUs of other kinds.
+
+    Communication: none.
+    """
+    device = _device_of(mesh)
+    has_levels = sum(size > 1 for size in mesh.shape.values()) > 1
+    by_platform = {
+        "gpu": _GPU_LEVELS if has_levels else _GPU,
+        "tpu": _TPU.get(device.device_kind, {}),
+    }
+    return dict(by_platform.get(device.platform, {}))
+
+
+def checked_compiler_options(options: Any, mesh: AnyMesh) -> CompilerOptions:
+    """Return the argument `compiler_options` of a step, which is not None.
+
+    Raises:
+      ValueError: an argument that is no mapping; a name that is empty, no str or has dashes in
+        front; a value of another type; an option of another platform than that of the mesh.
+    """
+    if not isinstance(options, Mapping):
+        raise ValueError(
+            "`compiler_options` must be a mapping of names to values, such as "
+            f"js.recommended_compiler_options(mesh), or None, got {options!r}."
+        )
+    for name, value in options.items():
+        if not isinstance(name, str) or not name or name.startswith("-"):
+            raise ValueError(
+                "`compiler_options`: a name must be that of an option, without dashes in front, "
+                f'such as "xla_gpu_enable_latency_hiding_scheduler", got {name!r}.'
+            )
+        if not isinstance(value, str | int | float | bool):
+            raise ValueError(
+                f"`compiler_options`: the value of {name!r} must be a str, int, float or bool, "
+                f"got {value!r}."
+            )
+        prefix = next(filter(name.startswith, _PLATFORMS), None)
+        if prefix is None or (platform := _device_of(mesh).platform) == _PLATFORMS[prefix]:
+            continue
+        raise ValueError(
+            f"`compiler_options`: {name!r} is an option for {_PLATFORMS[prefix].upper()}s, and "
+            f"`mesh` has {platform.upper()}s, whose compiler may ignore it without a word. "
+            "Leave it out; js.recommended_compiler_options(mesh) has options by platform."
+        )
+    return tuple(options.items())
+
+
+def _device_of(mesh: AnyMesh) -> Any:
+    """Return a device on which the programs of a mesh run."""
+    return device_mesh(mesh).devices.flat[0]
+
+
+@checks_flags("make_train_step")
+def make_train_step(
+    loss_fn: Callable[..., Any],
+    optimizer: optax.GradientTransformation,
+    *,
+    sync: ParameterTransform | Literal["none"] | None = None,
+    gradients: optax.GradientTransformation | None = None,
+    mesh: AnyMesh,
+    axis_name: AxisName = "replica",
+    mode: Mode = "traced",
+    accumulate: int = 1,
+    model_state: ModelStateMode = "sync_mean",
+    host_batch: HostBatch = "local",
+    donate: bool = True,
+    embeddings: Embeddings | None = None,
+    policy: Policy | None = None,
+    compiler_options: Mapping[str, str | int | float | bool] | None = None,
+    map_with: MapWith = "shard_map",
+) -> TrainStep:
+    """Build a data-parallel training step over replicas.
+
+    More on each argument: [docs/api/train.md](#details).
+
+    Args:
+      loss_fn: `loss_fn(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))` for
+        the examples of one replica; also `(params, batch) -> loss` or `(loss, metrics)`.
+      optimizer: an optax transform, whose state is local to each replica, or a whole `js.chain`.
+      sync: the exchange of parameters, such as `js.slowmo("replica")`. None: there is none, since
+        gradients are averaged. `"none"`: replicas exchange nothing at all.
+      gradients: the reduction of gradients, such as `js.all_reduce_gradients("replica")`; None
+        averages them inside a replica only.
+      mesh: `js.make_mesh({"replica": R})` or `js.virtual_mesh`. Of inner axes that `gradients` or
+        a `local_axis_name` names a loss sees the examples of one device; others are the compiler's.
+      axis_name: the mesh axis of the replicas, or several.
+      mode: `"traced"`: one program decides which exchanges are due. `"host"`: one program per
+        phase; the host chooses, so local steps have no collective over `axis_name`.
+      accumulate: microbatches per update, >= 1; gradients are averaged first, then exchanged once.
+      model_state: `"sync_mean"` averages it when parameters are exchanged (without `sync` in every
+        update), `"broadcast"` uses that of replica 0, `"local"` never exchanges it.
+      host_batch: what a host batch holds with several processes: `"local"`, the part of this
+        process, or `"global"`, the whole batch.
+      donate: whether to reuse the state's buffers for the new state.
+      embeddings: tables made by `js.embeddings`; `loss_fn` also takes `embedded`, their vectors.
+      policy: the dtype in which `loss_fn` computes; None keeps those of parameters and batch.
+      compiler_options: options of the compiler by name; see `js.recommended_compiler_options`.
+      map_with: how the loss is mapped over replicas of several devices: `"vmap"` is for models that
+        hold `shard_map`s with a mesh of their own.
+
+    Returns:
+      A `TrainStep`: `step(state, batch) -> (state, metrics)`; `step.init(params)` makes the state.
+
+    Raises:
+      ValueError: an invalid value, arguments that exclude each other, or a transform in the wrong
+        place; also when `init` or the first step is traced.
+      UserWarning: once, for settings that are legal and hardly meant.
+
+    Communication: what `gradients` and `sync` state, once per update; one all-reduce of the model
+      state's bytes where it is averaged; over inner axes one all-reduce each of metrics and model
+      state; at most 12 bytes more for an optimizer that reads the loss, 4 with `embeddings`.
+    """
+    settings = {
+        "loss_fn": loss_fn,
+        "optimizer": optimizer,
+        "gradients": gradients,
+        "sync": sync,
+        "axis_name": axis_name,
+        "mode": mode,
+        "accumulate": accumulate,
+        "model_state": model_state,
+        "embeddings": embeddings,
+        "policy": policy,
+        "compiler_options": compiler_options,
+        "map_with": map_with,
+    }
+    replica_count("make_train_step", mesh, axis_name)
+    choices = {
+        "mode": (mode, Mode),
+        "model_state": (model_state, ModelStateMode),
+        "host_batch": (host_batch, HostBatch),
+        "map_with": (map_with, MapWith),
+    }
+    for argument, (value, kind) in choices.items():
+        check_choice(argument, value, kind)
+    num_microbatches = as_int(accumulate, 1)
+    if num_microbatches is None:
+        raise ValueError(f"`accumulate` counts microbatches and must be >= 1, got {accumulate!r}.")
+    gradients, optimizer, sync = split_chain(optimizer, gradients, sync)
+    independent = isinstance(sync, str) and sync == "none"
+    if not independent and sync is not None and not isinstance(sync, ParameterTransform):
+        raise ValueError(
+            '`sync` must be a js.ParameterTransform such as js.local_sgd(...), None, or "none" for '
+            f"replicas that train independently, got {sync!r}; other transforms go into "
+            "`optimizer` or `gradients`."
+        )
+    if independent and model_state == "broadcast":
+        raise ValueError(
+            '`sync`="none" lets replicas train independently, and `model_state`="broadcast" gives '
+            "all replica 0's before every forward pass: leave one of the two out."
+        )
+    if policy is not None and not isinstance(policy, Policy):
+        raise ValueError(
+            f'`policy` must be a js.gradients.Policy, such as Policy("bfloat16"), got {policy!r}.'
+        )
+    options = ()
+    if compiler_options is not None:
+        options = checked_compiler_options(compiler_options, mesh)
+    exchange = sync if isinstance(sync, ParameterTransform) else None
+    check_axes((gradients, optimizer, exchange), mesh, axis_name)
+    if embeddings is not None:
+        check_with_tables(gradients)
+        embeddings = tables_for_mesh(embeddings, mesh, axis_name)
+    program = LossProgram.from_loss_fn(loss_fn)
+    program.check_mesh(mesh)
+    if map_with == "vmap":
+        what = "`embeddings`" if embeddings is not None else None
+        what = '`model_state`="broadcast"' if model_state == "broadcast" else what
+        what = "a pipelined `loss_fn`" if program.param_types is not None else what
+        if what is not None:
+            raise ValueError(
+                f'`map_with`="vmap" maps the loss alone, and {what} communicates in it by itself: '
+                'use map_with="shard_map".'
+            )
+    loss = as_full_loss(program.quotient_loss or loss_fn)
+    optimizer = over_stages(program.tied_transform(optimizer))
+    if program.param_types is not None:  # refuses at once what takes leaves of several stages
+        jax.eval_shape(optimizer.init, program.param_types)
+    if gradients is not None and spec_of(gradients).clips:
+        gradients = program.tied_transform(gradients)
+    differentiation: dict[str, Any] = {
+        "axis_name": axis_name,
+        "model_state": "local" if independent else model_state,
+        "unscales": "unscaled" in spec_of(optimizer).takes,
+    }
+    if program.dispatch is not None:
+        batches = DispatchedGradients.from_loss(
+            program.dispatch, loss, policy, num_microbatches, **differentiation
+        )
+    else:
+        if policy is not None:
+            loss = apply_policy(policy, loss)
+        batches = BatchGradients(loss=loss, accumulate=num_microbatches, **differentiation)
+    step = Update(
+        batches=batches,
+        gradients=None if gradients is None else checked_gradients(gradients),
+        optimizer=optimizer,
+        sync=None if exchange is None else exchange.bound(dict(mesh.shape)),
+        axis_name=axis_name,
+        program=program,
+        independent=independent,
+        policy=policy,
+        map_with=map_with,
+    )
+    if embeddings is not None:
+        step = UpdateWithTables.from_dense_update(step, embeddings)
+    runner = Runner(step, embeddings, mesh, mode, host_batch, donate, options)
+    return TrainStep(runner, host_batch, settings)

@@ -30,6 +30,7 @@ from ...embedding import (
     replicate_tables,
     send_rows,
 )
+from ...gradients._all_reduce import ReadyOrder
 from ...gradients.precision import (
     DynamicLossScaleState,
     any_over,
@@ -38,12 +39,12 @@ from ...gradients.precision import (
     scale_metrics,
     zero_if,
 )
-from ...gradients.reducer import ReadyOrder
 from ...gradients.sparse import WithRows, mean_rows
 from ...mesh import AnyMesh, Roles, axis_size, sum_over
 from ...transform import StackedReplicas, prevent_fusion, spec_of, unless_idle, unseen_zero
 from ...tree import all_finite, parts_of
 from .._train_state import TrainState
+from ._checks import check_optimizer_with_tables
 from ._gradients import (
     BatchGradients,
     Gradients,
@@ -55,9 +56,7 @@ from ._gradients import (
     restore_statistics_if,
 )
 from ._optimized import Averaging
-from ._parts import Layout
-from ._transforms import check_optimizer_with_tables
-from ._update import PendingUpdate, ReducedGradients, Update, with_update_key
+from ._update import Layout, PendingUpdate, ReducedGradients, Update, with_update_key
 
 
 class PendingWithTables(NamedTuple):

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.gradients.precision import apply_policy, scaled_value_and_grad
-from jaxslowmo.gradients.precision._mixed_precision import any_over
+from jaxslowmo.gradients.precision import any_over, apply_policy, scaled_value_and_grad
 
 TREE = {
     "decoder": {"norm": jnp.ones(2), "dense": [jnp.ones(2), jnp.ones(2, jnp.bfloat16)]},

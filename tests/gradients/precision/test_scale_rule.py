@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.gradients.precision._loss_scale import ScaleRule
+from jaxslowmo.gradients.precision import ScaleRule
 
 
 def expected(options, pattern):

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.host._dispatch import Pass
+from jaxslowmo.pipeline._host_pipeline import Pass
 from support.layered import assert_close, language_model, tokens
 
 

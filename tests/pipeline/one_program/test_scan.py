@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.one_program import _one_program
+from jaxslowmo.pipeline import _one_program
 from support.exhaustive import sweep
 from support.layered import assert_gradients_alike, language_model, tokens
 

@@ -1,7 +1,7 @@
 """The integers of a schedule: how many rows each stage needs, and to whom it sends."""
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.one_program._tick_table import tick_table
+from jaxslowmo.pipeline._tick_table import tick_table
 
 schedules = js.schedules
 CASES = {

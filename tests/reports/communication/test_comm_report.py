@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxslowmo.reports.communication import CommRow, comm_report, comm_report_of
+from jaxslowmo.reports._comm_report import CommRow, comm_report, comm_report_of
 
 ROWS = jax.ShapeDtypeStruct((64, 16), jnp.float32)
 ROWS_OF_8 = jax.ShapeDtypeStruct((8, 16), jnp.float32)

@@ -2,7 +2,7 @@
 
 import json
 
-from jaxslowmo.reports.communication import CommReport, CommRow
+from jaxslowmo.reports._comm_report import CommReport, CommRow
 
 
 def row(kind, axis, collective, level, count, nbytes, **more):

@@ -4,17 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from jaxslowmo.reports.communication._collectives import (
+from jaxslowmo.reports._hlo import (
     Branches,
     Collective,
+    Computation,
     Loop,
     ProgramCollectives,
+    parse_groups,
+    parse_module,
+    parse_scope,
     parse_target,
     read_collectives,
+    shapes,
     wire_bytes,
 )
-from jaxslowmo.reports.communication._hlo_text import Computation, parse_module, parse_scope, shapes
-from jaxslowmo.reports.communication._mesh_axes import parse_groups
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.reports.communication import comm_report, comm_report_of
+from jaxslowmo.reports._comm_report import comm_report, comm_report_of
 
 X = jax.ShapeDtypeStruct((64,), jnp.float32)
 T = jax.ShapeDtypeStruct((), jnp.int32)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxslowmo.reports.communication._mesh_axes import MeshAxes, axis_of, device_order, parse_groups
+from jaxslowmo.reports._hlo import MeshAxes, axis_of, device_order, parse_groups
 
 DEVICE = ((0, 1, 2, 3), (4, 5, 6, 7))
 REPLICA = ((0, 4), (1, 5), (2, 6), (3, 7))

@@ -14,7 +14,7 @@ from jaxlib import xla_client
 
 import jaxslowmo as js
 from jaxslowmo.reports import Bucket, KindOfStep, StepReport, StepTimes
-from jaxslowmo.reports.time._measured import is_due
+from jaxslowmo.reports._measured import is_due
 
 BATCH = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 PARAMS = {"c": np.eye(8, dtype=np.float32), "a": np.eye(8, dtype=np.float32)}

@@ -1,6 +1,6 @@
 """What each instruction of a compiled step is for."""
 
-from jaxslowmo.reports.time._times import StepProgram, Work
+from jaxslowmo.reports._step_times import StepProgram, Work
 from support.compiled_step import TEXT
 
 

@@ -4,8 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxslowmo.reports.time._times import StepProgram, length, mean_times, overlap, step_times
-from jaxslowmo.reports.time._trace import DeviceOp
+from jaxslowmo.reports._step_times import (
+    DeviceOp,
+    StepProgram,
+    length,
+    mean_times,
+    overlap,
+    step_times,
+)
 from support.compiled_step import TEXT
 
 

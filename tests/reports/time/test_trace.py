@@ -5,8 +5,7 @@ import warnings
 import pytest
 from jax.profiler import ProfileData
 
-from jaxslowmo.reports.time._times import StepProgram, step_times
-from jaxslowmo.reports.time._trace import DeviceOp, device_ops
+from jaxslowmo.reports._step_times import DeviceOp, StepProgram, device_ops, step_times
 from support.compiled_step import TEXT
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.train.input import _loader
+from jaxslowmo.train import _loader
 from support.waiting import wait_until
 from train.input.small import (
     BATCHES,

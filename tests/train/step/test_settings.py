@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 import jaxslowmo as js
-from jaxslowmo.train.step._settings import describe_value, program_lines
+from jaxslowmo.train.step._first_run import describe_value, program_lines
 
 
 def texts(value):

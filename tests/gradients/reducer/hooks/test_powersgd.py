@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.gradients.reducer.hooks._powersgd import draw_normal, orthogonal
+from jaxslowmo.gradients.hooks._powersgd import draw_normal, orthogonal
 from support.executions import lift
 
 WORLD = 4

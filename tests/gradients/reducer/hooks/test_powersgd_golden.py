@@ -96,7 +96,7 @@ def trained(ids: tuple[str, ...], execution: str):
 
 @pytest.fixture(autouse=True)
 def _recorded_draws(monkeypatch):
-    monkeypatch.setattr("jaxslowmo.gradients.reducer.hooks._powersgd.draw_normal", recorded)
+    monkeypatch.setattr("jaxslowmo.gradients.hooks._powersgd.draw_normal", recorded)
 
 
 RUNS = [(tuple("01234"), "vmap"), (("0", "4"), "shard_map"), (("w4",), "pmap")]

@@ -1,0 +1,669 @@
+"""The transforms of a step: splitting of chains, and errors for combinations that do not work.
+
+The layouts of a step's states, and the checks of states and windows that a step receives.
+"""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+
+from ..._support.types import AxisName, PyTree
+from ...gradients._accumulate import AccumulateState
+from ...gradients._clip import ClipByGlobalNormState
+from ...gradients.precision import DynamicLossScaleState, check_nesting, loss_scale_of
+from ...mesh import AnyMesh, axis_names, model_axes, replica_count
+from ...tracing import UpdateFacts, read_update, state_types
+from ...transform import (
+    Chain,
+    ParameterTransform,
+    chain,
+    gradient_parts,
+    holds_state,
+    instants,
+    known_states,
+    over_stages,
+    replica_types,
+    spec_of,
+    takes_extra,
+)
+from ...tree import leaf_names, not_floating, parts_of
+from .._train_state import StepExchange, TrainState
+from ._gradients import GradientWindow
+from ._optimized import USE_CHAIN
+from ._update import Parts
+
+_MOVES: tuple[Literal["gradients", "parameters"], ...] = ("gradients", "parameters")
+Chained = tuple[optax.GradientTransformation | None, optax.GradientTransformation, Any]
+"""`gradients`, `optimizer` and `sync` of a step."""
+
+
+def split_chain(
+    optimizer: optax.GradientTransformation,
+    gradients: optax.GradientTransformation | None,
+    sync: Any,
+) -> Chained:
+    """Split a `js.chain` as `optimizer` into its parts; return other arguments unchanged.
+
+    Everything up to the last transform that reduces gradients, with this library's transforms right
+    after it, such as clipping, is `gradients`; a parameter transform at the end is `sync`; the rest
+    is the optimizer. With an argument `gradients`, parts that do not reduce run after it.
+
+    Raises:
+      ValueError: several parameter transforms, or one and `sync`; two that reduce gradients; a
+        parameter transform as `gradients`.
+    """
+    for name, transform in (("optimizer", optimizer), ("gradients", gradients)):
+        is_transform = hasattr(transform, "init") and hasattr(transform, "update")
+        if not is_transform and (transform is not None or name == "optimizer"):
+            raise ValueError(f"`{name}` must be an optax transform, got {transform!r}.")
+    if isinstance(gradients, ParameterTransform):
+        raise ValueError(_gradients_error("a js.ParameterTransform"))
+    if not isinstance(optimizer, Chain):
+        return gradients, optimizer, sync
+    parts = list(optimizer.parts)
+    moving = []
+    while parts and isinstance(parts[-1], ParameterTransform):
+        moving.append(parts.pop())
+    if len(moving) > 1:
+        raise ValueError(
+            f"`optimizer` is a js.chain with {len(moving)} parameter transforms, and a step has "
+            "one: use js.hierarchical_local_sgd or js.slowmo(base=...), or an optax.chain."
+        )
+    count = gradient_parts(parts)
+    first, last = parts[:count], parts[count:]
+    reduces = any(spec_of(part).axes for part in first)
+    for name, given, does in (("gradients", gradients, reduces), ("sync", sync, moving)):
+        if given is not None and does:
+            raise ValueError(
+                f"`{name}` was given, and `optimizer` is a js.chain that has one, too: give one of "
+                "the two."
+            )
+    if gradients is not None:
+        first = [gradients, *first]
+    return _chain_parts(first) if first else None, _chain_parts(last), moving[0] if moving else sync
+
+
+def _chain_parts(parts: list[Any]) -> optax.GradientTransformation:
+    if not parts:
+        return optax.identity()
+    return parts[0] if len(parts) == 1 else chain(*parts)
+
+
+def check_with_tables(gradients: optax.GradientTransformation | None) -> None:
+    """Raise `ValueError` unless gradients of table rows can pass through the transform."""
+    if gradients is None or spec_of(gradients).of_rows:
+        return
+    raise ValueError(
+        "`gradients` with `embeddings` must be js.all_reduce_gradients(...), "
+        "js.clip_by_global_norm(...), a js.chain of such, "
+        f"optax.identity() or None, got {_transform_name(gradients)}, which would take row numbers "
+        "of tables for gradients, or not see them: put what shall act on dense parameters alone "
+        "into `optimizer`, and join several by js.chain."
+    )
+
+
+def check_axes(transforms: Chained, mesh: AnyMesh, axis_name: AxisName) -> None:
+    """Raise `ValueError` for axes that the mesh lacks, or a `sync` over no replica axis."""
+    gradients, optimizer, sync = transforms
+    axes = {"gradients": _reduction_axes(gradients), "optimizer": _reduction_axes(optimizer)}
+    if sync is not None:
+        axes["sync"] = {*sync.algorithm.bound_axes}
+    for argument, over in axes.items():
+        if unknown := sorted(over - set(mesh.axis_names)):
+            raise ValueError(
+                f"`{argument}` exchanges over {unknown}, and `mesh` has the axes "
+                f"{list(mesh.axis_names)}: name some of these where `{argument}` is made."
+            )
+    of_sync = () if sync is None else sync.algorithm.axes
+    # Without axes it exchanges nothing, as between the replicas of an island.
+    if of_sync and not set(of_sync) & set(axis_names(axis_name)):
+        raise ValueError(
+            f"`sync` exchanges over {list(of_sync)}, and the replicas of this step lie along "
+            f"`axis_name`={axis_name!r}: they would train independently. Name one axis in both."
+        )
+
+
+def _reduction_axes(transform: optax.GradientTransformation | None) -> set[str]:
+    """Return the axes over which a transform declares that it reduces gradients."""
+    return set() if transform is None else set(spec_of(transform).axes)
+
+
+def checked_gradients(
+    gradients: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Return the transform with extra arguments, and an `init` that checks its state.
+
+    Only the state shows that a chain holds a parameter transform.
+    """
+    gradients = over_stages(gradients)
+
+    def init(params: PyTree) -> PyTree:
+        state = gradients.init(params)
+        _check_gradients_state(state)
+        return state
+
+    return gradients._replace(init=init)
+
+
+def check_transforms(
+    state: TrainState, parts: Parts, mesh: AnyMesh, mode: str, *, is_first: bool
+) -> bool:
+    """Check the `gradients` and `optimizer` of a step by their states.
+
+    Return whether an update is known to change the structure of the optimizer's state.
+
+    Args:
+      state: a state of the step; only the states of gradient transform and optimizer are used.
+      parts: the parts of the step.
+      mesh: the step's mesh.
+      mode: the step's mode, `"traced"` or `"host"`.
+      is_first: whether this is the step's first state; transforms that declare nothing are then
+        traced to find collectives.
+
+    Raises:
+      ValueError: a js.gradients.accumulate; an undeclared collective over replicas; a parameter
+        transform in `gradients`, or in `optimizer` if host-scheduled or if model state follows it;
+        a loss scale in `gradients`, several in `optimizer`, or one in a wrong place; replicas that
+        would train independently without `sync="none"`; an order of gradients that no transform
+        would receive; with tables, an `optimizer` that does what rows need, too; an exchange in
+        updates that each replica takes or drops by itself.
+
+    Communication: none.
+    """
+    axes = axis_names(parts.axis_name)
+    num_replicas = math.prod(mesh.shape[name] for name in axes)
+    gradients, optimizer = state.exchange.gradients, parts.dense(state.opt_state)
+    members = {
+        "gradients": (parts.gradients or optax.identity(), gradients),
+        "optimizer": (parts.optimizer, optimizer),
+    }
+    for name, (_, tx_state) in members.items():
+        if parts_of(tx_state, AccumulateState):
+            raise ValueError(
+                f"`{name}` must not hold a js.gradients.accumulate, which is for loops of your "
+                "own: a step adds up gradients itself. Pass what it wraps, and accumulate=k to "
+                "js.make_train_step (parts of a batch) or js.train_loop (several batches), or call "
+                "step.collect."
+            )
+    # States of transforms that declare nothing, which may hold a transform of this library.
+    unknown = {name: spec_of(tx).unknown(tx_state) for name, (tx, tx_state) in members.items()}
+    changes = False
+    if is_first:
+        params = parts.dense(state.params)
+        inside = tuple(a for a in parts.inner_axes if mesh.shape[a] > 1)
+        varying = frozenset(inside).difference(parts.unreduced_axes(gradients, inside))
+        leaves: PyTree = jax.tree.map(lambda _: varying, params)
+        for name, (tx, tx_state) in members.items():
+            if not unknown[name] and not any(jax.tree.leaves(leaves)):
+                continue
+            facts = read_update(
+                *(tx, params, tx_state),
+                mesh=mesh,
+                axes=parts.mapped_axes,
+                varying=leaves,
+                extra=takes_extra(tx_state),
+            )
+            if facts is None:
+                leaves = jax.tree.map(lambda _: frozenset(), params)
+                continue
+            _check_facts(name, facts, axes, inside)
+            leaves = facts.updates
+            if name == "optimizer":
+                changes = jax.tree.structure(facts.state) != jax.tree.structure(tx_state)
+        averaged = _reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)
+        needed = tuple(a for a in mesh.axis_names if a in averaged.union(inside))
+        _check_inner_reduction(leaves, inside, needed)
+    _check_gradients_state(gradients)
+    if parts_of(optimizer, DynamicLossScaleState):
+        check_nesting(optimizer)
+    _check_hidden_scale(unknown["optimizer"])
+    parts.check_optimizer(optimizer, unknown["optimizer"])
+    _check_conditions({"gradients": gradients, "optimizer": optimizer}, num_replicas)
+    moves = holds_state(optimizer, "parameters")
+    if mode == "host" and moves:
+        raise ValueError(
+            '`mode`="host" schedules `sync` alone, and `optimizer` holds a parameter transform '
+            f'too: pass that one as `sync`, or use mode="traced". {USE_CHAIN}'
+        )
+    dtypes = [x.dtype for x in jax.tree.leaves(state.model_state)]
+    means = parts.batches.model_state == "sync_mean"
+    if moves and means and any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+        raise ValueError(
+            '`model_state`="sync_mean" averages model state in updates that average parameters, '
+            "and `optimizer` holds the parameter transform that does: pass that one as `sync`, or "
+            f'use model_state="local". {USE_CHAIN}'
+        )
+    averages = (_reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)) & set(axes)
+    exchanges = parts.independent or parts.sync is not None or moves or averages
+    if num_replicas > 1 and not exchanges and not holds_state(unknown, "gradients"):
+        axis = axes[0] if len(axes) == 1 else axes
+        raise ValueError(
+            f"`sync` is None, and neither `gradients` nor `optimizer` averages over {axis!r}, so "
+            f"the {num_replicas} replicas would train independently. Pass "
+            f"gradients=js.all_reduce_gradients({axis!r}), sync=js.local_sgd({axis!r}) or such, "
+            'js.gradient_transform(...) of what averages gradients by itself, or sync="none".'
+        )
+    return changes
+
+
+def _check_facts(
+    name: str, facts: UpdateFacts, axes: tuple[str, ...], inside: tuple[str, ...]
+) -> None:
+    """Raise `ValueError` for collectives that a step must know, and for results that differ."""
+    if names := sorted(facts.undeclared & set(axes)):
+        raise ValueError(
+            f"`{name}` holds a transform with collectives over {names} of which the step knows "
+            f"nothing: wrap it as js.gradient_transform(tx, axes={tuple(names)!r}), and join it "
+            "with others by js.chain."
+        )
+    if wrong := _varying_leaves(facts.state, inside):
+        raise ValueError(
+            f"`{name}` keeps state that differs between the devices of a replica: {wrong}. A hook "
+            "with error feedback that reduces over inner axes needs them all in `axis_name`; what "
+            "stands before an average over them belongs after it."
+        )
+
+
+def _check_inner_reduction(
+    updates: PyTree, inside: tuple[str, ...], needed: tuple[str, ...]
+) -> None:
+    """Raise `ValueError` for updates that differ between the devices of a replica.
+
+    `needed` are the axes over which gradients are averaged now, and those in `inside`.
+    """
+    if wrong := _varying_leaves(updates, inside):
+        raise ValueError(
+            f"`gradients` must average over the inner axes {inside} of the mesh, between whose "
+            f"devices the batch is split; updates still differ there: {wrong}. Leave `gradients` "
+            f"out, or pass js.all_reduce_gradients({needed!r})."
+        )
+
+
+def _varying_leaves(axes: PyTree, inside: tuple[str, ...]) -> str:
+    """Return the names of leaves that differ over axes inside a replica, with these axes."""
+    over = [sorted(each.intersection(inside)) for each in jax.tree.leaves(axes)]
+    if not any(over):
+        return ""
+    pairs = zip(leaf_names(axes), over, strict=True)
+    return ", ".join(f"{name} (over {names})" for name, names in pairs if names)
+
+
+def _check_hidden_scale(unknown: list[PyTree]) -> None:
+    """Raise `ValueError` for an optax.chain with a transform before its loss scale.
+
+    In such a chain the loss scale itself divides, so earlier transforms see scaled gradients.
+    """
+    for state in unknown:
+        states = list(state.values()) if isinstance(state, dict) else state
+        if not isinstance(states, list) and type(states) is not tuple:
+            continue
+        places = [i for i, part in enumerate(states) if parts_of(part, DynamicLossScaleState)]
+        if places and not all(holds_state(part, "gradients") for part in states[: places[0]]):
+            raise ValueError(
+                "`optimizer` is an optax.chain with a transform before a "
+                "js.dynamic_loss_scale, which would see gradients that are still scaled. "
+                f"{USE_CHAIN}"
+            )
+
+
+def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
+    """Raise `ValueError` for a transform that exchanges in a wrapper that may not call it."""
+    for argument, state in states.items():
+        for x, known in known_states(state):
+            if not any(holds_state(tuple(x), kind) for kind in _MOVES):
+                continue
+            if isinstance(x, optax.ApplyIfFiniteState) and num_replicas > 1:
+                raise ValueError(
+                    f"`{argument}` holds an optax.apply_if_finite around a transform that "
+                    "exchanges: a replica that drops an update would leave the others waiting for "
+                    "it. Put it around the optimizer alone."
+                )
+            if isinstance(x, optax.MultiStepsState) and argument == "gradients":
+                raise ValueError(
+                    "`gradients` holds an optax.MultiSteps around a transform that exchanges, and "
+                    f"would give the optimizer zeros in calls that only collect: {known.instead}."
+                )
+
+
+# States of transforms of this package that act on a whole update, but in the step see its dense
+# part only.
+_SEE_DENSE_ALONE: dict[type, str] = {
+    ClipByGlobalNormState: "js.clip_by_global_norm, whose norm is that of the whole model: pass it "
+    "last in `gradients`, or clip dense gradients alone by optax.clip_by_global_norm",
+}
+
+
+def check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
+    """Raise `ValueError` for an `optimizer` with transforms that table rows would need, too."""
+    wrong = [
+        f"a transform of js that exchanges {moves}, since dense parameters would agree and tables "
+        f"drift apart: pass it as `gradients` or `sync`. {USE_CHAIN}"
+        for moves in _MOVES
+        if holds_state(optimizer, moves)
+    ]
+    if parts_of(unknown, DynamicLossScaleState):
+        wrong.append(f"a js.dynamic_loss_scale that the step does not see. {USE_CHAIN}")
+    wrong += [text for kind, text in _SEE_DENSE_ALONE.items() if parts_of(optimizer, kind)]
+    for _, known in known_states(optimizer):
+        if known.with_tables:
+            wrong.append(f"{known.name}, and {known.with_tables}: {known.instead}")
+    if wrong:
+        raise ValueError(
+            "`optimizer` with `embeddings` is not given rows of tables, and must not hold "
+            f"{wrong[0]}"
+        )
+
+
+def _check_gradients_state(state: PyTree) -> None:
+    if holds_state(state, "parameters"):
+        raise ValueError(_gradients_error("a chain that holds a parameter transform"))
+    if parts_of(state, DynamicLossScaleState):
+        raise ValueError(
+            "`gradients` must not hold a js.dynamic_loss_scale: the optimizer would take the zeros "
+            "of a skipped update for gradients. Put it around `optimizer`."
+        )
+
+
+def _gradients_error(what: str) -> str:
+    return (
+        "`gradients` must be a gradient transform such as js.all_reduce_gradients(...), got "
+        f"{what}. It would take gradients for updates of parameters, and replicas would drift "
+        "apart: pass it as `sync`, or last in a chain as `optimizer`."
+    )
+
+
+def _transform_name(transform: Any) -> str:
+    """Return the name of the function that made a transform, such as "optax.chain"."""
+    update: Any = getattr(transform, "update", None)
+    if not hasattr(update, "__qualname__"):
+        return type(transform).__name__
+    package, *folders = update.__module__.split(".")
+    name = update.__qualname__.partition(".")[0]
+    if package != "jaxslowmo":
+        return f"{package}.{name}"
+    is_top = name in sys.modules[package].__all__
+    return f"js.{name}" if is_top else f"js.{folders[0]}.{name}"
+
+
+Expected = Callable[[PyTree], PyTree]
+
+
+def check_state(
+    state: TrainState,
+    parts: Parts,
+    mesh: AnyMesh,
+    mode: str,
+    warn: Callable[[str], None],
+    *,
+    is_first: bool,
+) -> bool:
+    """Check a step's transforms with its state: raise `ValueError`, or warn.
+
+    Return whether an update is known to change the structure of the optimizer's state.
+
+    Args:
+      state: a state of the step.
+      parts: the parts of the step.
+      mesh: the step's mesh.
+      mode: the step's mode, `"traced"` or `"host"`.
+      warn: a function that issues each message once.
+      is_first: whether this is the first state of the step; checks of its types are done only then.
+
+    Communication: none.
+    """
+    sync = parts.sync
+    check_trainable(parts.dense(state.params))
+    changes = check_transforms(state, parts, mesh, mode, is_first=is_first)
+    computes = None if parts.policy is None else parts.policy.compute
+    if computes == "float16" and loss_scale_of(state.opt_state) is None:
+        warn(
+            '`policy` is Policy("float16"), and `optimizer` has no loss scale, so that '
+            "gradients below 6e-8 become 0: put js.dynamic_loss_scale(...) around `optimizer`, "
+            'or use Policy("bfloat16"). If the loss function scales its loss by itself, '
+            "nothing is wrong."
+        )
+    if sync is not None and is_first:
+        exchanges = [t for t in instants(sync.algorithm.schedules) if sync.phase(t)]
+        for _, known in known_states(parts.dense(state.opt_state)):
+            # Its period is not known, but only 1 divides them all.
+            if known.between and math.gcd(*exchanges) == 1:
+                warn(
+                    f"`optimizer` holds {known.name}, which updates in some of its calls only, and "
+                    f"`sync` also exchanges in between, where {known.between}. Make `sync_every` a "
+                    f"multiple of its period, or {known.instead}."
+                )
+    return changes
+
+
+def scalar_counter(x: Any) -> Any:
+    """Return a counter, equal on all replicas, as a NumPy scalar; other leaves unchanged."""
+    if np.ndim(x) != 1 or not np.issubdtype(x.dtype, np.integer):
+        return x
+    local = x.addressable_data(0) if isinstance(x, jax.Array) else x
+    return np.asarray(jax.device_get(local))[0]
+
+
+def without_optimizer(state: TrainState) -> TrainState:
+    """Return the state without what an update alone needs."""
+    return state._replace(opt_state=(), exchange=StepExchange())
+
+
+def check_is_state(state: TrainState) -> None:
+    """Raise `ValueError` unless `state` has the fields of a `TrainState`."""
+    if not all(hasattr(state, name) for name in TrainState._fields):
+        raise ValueError(
+            "`state` must be a js.TrainState, as `step.init(params)` makes it and the step returns "
+            f"it, got {type(state).__name__}."
+        )
+
+
+def check_donation(state: TrainState) -> None:
+    """Raise `ValueError` for a state whose buffers were donated, with which jax 0.10 may crash.
+
+    Only the first array of parameters and of optimizer state is checked: all are donated together.
+    """
+    for x in (state.step, state.rng, first_array(state.params), first_array(state.opt_state)):
+        if is_deleted(x):
+            raise ValueError(
+                "`state` was given to a step before, which reuses its buffers (donate=True): go on "
+                "with the state that this step returned, or make the step with donate=False."
+            )
+
+
+def check_trainable(params: PyTree) -> None:
+    """Raise `ValueError` unless all parameters are real floating-point arrays.
+
+    jax does not differentiate integers. Its gradients of complex numbers are conjugated, and
+    optimizers would step in the wrong direction.
+    """
+    if wrong := not_floating(params):
+        raise ValueError(
+            "`params`: a training step differentiates real floating-point leaves only, got "
+            f"{', '.join(wrong)}. Pass other leaves to `step.init` as `model_state`, which the "
+            "loss function is given and returns, or let it close over them. Instead of a complex "
+            "leaf that shall be trained give real and imaginary part, and join them in the loss "
+            "function by `jax.lax.complex`."
+        )
+
+
+def check_exchange_state(state: TrainState, parts: Parts, expected_of: Expected) -> None:
+    """Raise `ValueError` if the state belongs to a step with another `sync`, or no `gradients`.
+
+    Args:
+      state: the state.
+      parts: the parts of the step.
+      expected_of: `expected_of(params)`: the types of local and shared state that `sync` makes.
+    """
+    held = state.exchange
+    if parts.gradients is None and not isinstance(held.gradients, optax.EmptyState):
+        raise ValueError(
+            "`state` must come from a step with the same `gradients`: this step has none, and "
+            f"`state.exchange.gradients` has {type(held.gradients).__name__}. Make the state by "
+            "this step's `init`; `state.params` go over by `js.consensus`."
+        )
+    expected = ((), ()) if parts.sync is None else expected_of(state.params)
+    needs, has = (
+        leaf_names({"local": local, "shared": shared})
+        for local, shared in (expected, (held.local, held.shared))
+    )
+    if needs != has:
+        lacking, beyond = (
+            [n for n in a if n not in b][:6] for a, b in ((needs, has), (has, needs))
+        )
+        raise ValueError(
+            f"`state` must come from a step with the same `sync`: of the state of {parts.sync!r} "
+            f"`state.exchange` lacks {lacking}, and beyond that it has {beyond}. Make the state by "
+            "this step's `init`; `state.params` go over by `js.consensus`."
+        )
+
+
+def exchange_state_types(
+    sync: ParameterTransform, params: PyTree, mesh: AnyMesh
+) -> tuple[PyTree, PyTree]:
+    """Return the types of local and shared state that a transform makes of stacked parameters."""
+    one = replica_types(params)
+    algorithm = sync.bound(dict(mesh.shape), one).algorithm
+    return jax.eval_shape(lambda params: (algorithm.local(params), algorithm.shared(params)), one)
+
+
+def check_num_replicas(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
+    """Raise `ValueError` for a state of another number of replicas than the step's."""
+    count = replica_count("step", mesh, parts.axis_name)
+    if np.shape(state.step) != (count,):
+        raise ValueError(
+            f"`state` must be of the {count} replicas of this step, along {parts.axis_name!r}, got "
+            f"one whose `step` has shape {np.shape(state.step)}. Other replicas go on from "
+            "`js.consensus` of its parameters, or from a checkpoint of jaxslowmo.checkpoint."
+        )
+
+
+def check_optimizer_state(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
+    """Raise `ValueError` if the optimizer's state has other leaves than the step's own makes.
+
+    An optimizer that holds a transform of this package, whose buffers depend on more than the
+    parameters, is not compared.
+    """
+    params, held = parts.dense(state.params), parts.dense(state.opt_state)
+    if holds_state(held, "parameters") or holds_state(held, "gradients"):
+        return
+    types = state_types(parts.optimizer, params, mesh=mesh, axis_name=parts.axis_name)
+    needs, has = (set(leaf_names(x)) for x in (types, held))
+    for names, text in ((needs - has, "needs"), (has - needs, "has no use for")):
+        if names:
+            raise ValueError(
+                f"`state` must come from a step with the same `optimizer`: this one {text} "
+                f"{min(names)!r} of its state. Make the state by this step's `init`; "
+                "`state.params` go over by `js.consensus`."
+            )
+
+
+def check_same_model(params: PyTree, names: Sequence[str]) -> None:
+    """Raise `ValueError` for parameters with other names than the first ones of the step."""
+    found = leaf_names(params)
+    if found != names:
+        others = sorted({*found} ^ {*names})[:6]
+        raise ValueError(
+            "`state` must be of one model with the first state of this step, got other "
+            f"parameters: only one of the two has {others}. Make a step for each model."
+        )
+
+
+def check_window(window: Any, state: TrainState, weight: Any = ...) -> None:
+    """Raise `ValueError` unless `window` is None or an unused window of the parameters in `state`.
+
+    Also raise it if only one of `weight` and the window has weights; `...` skips that check.
+    """
+    if window is None:
+        return
+    if is_deleted(first_array(window.grads.sum)):
+        raise ValueError(
+            "`window` was given to a step before, which reuses its buffers (donate=True): go on "
+            "with the window that `step.collect` returned last, or begin another with None."
+        )
+    _check_window_shapes(window, state)
+    if weight is not ... and (weight is None) != (window.weight is None):
+        has = "none" if window.weight is None else "some"
+        raise ValueError(
+            f"`weight` must be given for all batches of a window or for none: those before had "
+            f"{has}, and this one has {'none' if weight is None else 'one'}."
+        )
+
+
+def _check_window_shapes(window: GradientWindow, state: TrainState) -> None:
+    """Raise `ValueError` if the window's sums do not have the shapes of the parameters."""
+    if state.step.shape != window.count.shape:
+        raise ValueError(
+            f"`window` must be of the replicas of `state`, {state.step.shape}, got one of "
+            f"{window.count.shape}."
+        )
+    has, holds = (
+        {name: x.shape[1:] for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)}
+        for tree in (state.params, window.grads.sum)
+    )
+    for name in {**has, **holds}:
+        if has.get(name) != holds.get(name):
+            raise ValueError(
+                "`window` must hold gradients of the parameters in `state`, of which it was "
+                f"collected: of leaf {name!r} `state` has shape {has.get(name, 'none')}, and the "
+                f"window {holds.get(name, 'none')}."
+            )
+
+
+def delete_gradients(window: GradientWindow) -> None:
+    """Delete the gradients of a window that an update has used.
+
+    They cannot be donated, since no result of the update has their shapes. Their memory is freed
+    when the update has run.
+    """
+    for x in jax.tree.leaves(window.grads.sum):
+        if not isinstance(x, Tracer):
+            x.delete()
+
+
+def is_deleted(x: Any) -> bool:
+    """Return whether the buffer of an array was donated."""
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
+
+
+def first_array(tree: PyTree) -> Any:
+    """Return the first leaf of `tree` without flattening it; None if it has no leaf."""
+    # Every step calls this. isinstance is ten times faster for built-in than for abstract types.
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, tuple | list):
+        return tree if isinstance(tree, jax.Array) else next(iter(jax.tree.leaves(tree)), None)
+    for child in tree:
+        if (array := first_array(child)) is not None:
+            return array
+    return None
+
+
+def check_state_sharding(
+    axes: frozenset[str], state: TrainState, mesh: AnyMesh, axis_name: AxisName
+) -> None:
+    """Raise `ValueError` if state is sharded over axes inside a replica that are mapped.
+
+    There each device has all of it. `axes` are those that the compiler handles.
+    """
+    for part in ("opt_state", "model_state"):
+        tree = getattr(state, part)
+        if not (beyond := sorted(model_axes(tree, mesh, axis_name) - axes)):
+            continue
+        name, leaf = next(
+            (name, leaf)
+            for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
+            if model_axes(leaf, mesh, axis_name) - axes
+        )
+        raise ValueError(
+            f"`state`: `{part}` must not be sharded over axes inside a replica that `gradients` "
+            f"or a `local_axis_name` maps, got {name!r} as {leaf.sharding.spec}: over {beyond} a "
+            "step makes it whole on every device. Name other axes there, or leave it whole. "
+            "js.slowmo and js.diloco shard what they keep by themselves."
+        )
