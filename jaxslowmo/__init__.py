@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from . import pipeline as pipeline
     from . import reports as reports
     from . import sparse as sparse
+    from . import spec as spec
     from . import topology as topology
     from . import train as train
     from .algorithms import des_loc as des_loc
@@ -78,7 +79,6 @@ if TYPE_CHECKING:
     from .transform import every as every
     from .transform import gradient_transform as gradient_transform
     from .transform import init as init
-    from .transform import spec as spec
     from .tree import assign_buckets as assign_buckets
 else:  # hidden from type checkers, to which `__getattr__` would make every name a valid one
     # Which package has which of the names above.
@@ -118,7 +118,7 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
         "reports": "reports",
         "schedules": "pipeline.schedules",
         "sparse": "sparse",
-        "spec": "transform.spec",
+        "spec": "spec",
         "topology": "topology",
         "train": "train",
     }

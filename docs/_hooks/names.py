@@ -20,19 +20,16 @@ TOPICS = {
     "sparse": "sparse.py",
     "train": "train/__init__.py",
     "topology": "topology/__init__.py",
-    "hooks": "gradients/reducer/hooks/__init__.py",
+    "hooks": "gradients/hooks/__init__.py",
     "codecs": "collectives/codecs/__init__.py",
     "islands": "islands/__init__.py",
-    "spec": "transform/spec/__init__.py",
+    "spec": "spec.py",
     "pipeline": "pipeline/__init__.py",
     "schedules": "pipeline/schedules/__init__.py",
     "checkpoint": "checkpoint/__init__.py",
-    "data": "language/data/__init__.py",
-    "models": "language/models/__init__.py",
+    "data": "data.py",
+    "models": "models.py",
 }
-
-# Packages of packages, each of which is listed by itself.
-DIVIDED = {"gradients", "reports"}
 
 # What code in a text begins with, if it is a name.
 _NAME = re.compile(r"(?:js|jaxslowmo|torch_compat)(?:\.\w+)+|\w+")
@@ -126,11 +123,15 @@ def _is_all(node: ast.stmt) -> TypeGuard[ast.Assign]:
 
 
 def _group(package: str, name: str) -> str:
-    """Return what the pages call the names beside which this one is listed."""
-    if package in DIVIDED:
-        source = {n: m for m, n in _reexports(ROOT / "jaxslowmo" / TOPICS[package])}
-        package += f".{source[name].lstrip('.')}"
-    return f"jaxslowmo.{package}"
+    """Return what the pages call the names beside which this one is listed.
+
+    Those of a public file, such as `gradients/precision.py`, are listed by themselves.
+    """
+    place = ROOT / "jaxslowmo" / TOPICS.get(package, package)
+    sources = _reexports(place) if place.name == "__init__.py" else []
+    files = [m for m, n in sources if n == name and m[0] not in "._"]
+    files = [m for m in files if (place.parent / f"{m}.py").exists()]
+    return ".".join(["jaxslowmo", package, *files])
 
 
 def search_boost(anchor: str) -> float:

@@ -55,8 +55,7 @@ from ._rounds import Outcome, Rounds, Rules
 from ._store import Clock, IslandsError, ObjectStore, Store, parse_url
 
 if TYPE_CHECKING:
-    from ..train import TrainState
-    from ..train._train_pipeline import StepResult
+    from ..train import StepResult, TrainState
 
 
 class IslandState(NamedTuple):

@@ -147,6 +147,7 @@ class PromoteAndGather:
     names: tuple[str, str]
 
     def __call__(self, arrays: Any, /, *, dtype: Any = None, inexact: bool = True) -> Any:
+        """Return inputs, kernel and bias in one dtype; the kernel is gathered in it."""
         inputs, kernel, bias = promote_dtype(arrays, dtype=dtype, inexact=inexact)
         return inputs, gather_kernel(kernel, *self.names), bias
 

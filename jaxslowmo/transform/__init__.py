@@ -1,77 +1,84 @@
 """Building blocks of transforms that exchange, without the algorithms themselves."""
 
-from ..tree import Flats as Flats
-from ..tree import TreePacking as TreePacking
-from ._algorithm import Algorithm as Algorithm
-from ._algorithm import Carry as Carry
-from ._algorithm import Event as Event
-from ._algorithm import InnerPeriods as InnerPeriods
-from ._algorithm import InnerState as InnerState
-from ._algorithm import OverlappedExchange as OverlappedExchange
-from ._algorithm import UpdateContext as UpdateContext
-from ._algorithm import rounded_params as rounded_params
-from ._algorithm import wrap_algorithm as wrap_algorithm
-from ._due import Communicate as Communicate
-from ._due import Every as Every
-from ._due import as_schedule as as_schedule
-from ._due import every as every
-from ._due import increment as increment
-from ._due import instants as instants
-from ._due import phase_scope as phase_scope
-from ._due import prevent_fusion as prevent_fusion
-from ._due import run_if as run_if
-from ._due import run_one_of as run_one_of
-from ._due import unseen_zero as unseen_zero
-from ._gradients import Chain as Chain
-from ._gradients import ChainReduction as ChainReduction
-from ._gradients import GradientSpec as GradientSpec
-from ._gradients import GradientTransform as GradientTransform
-from ._gradients import OwnReductionState as OwnReductionState
-from ._gradients import ReducedAxes as ReducedAxes
-from ._gradients import Reduction as Reduction
-from ._gradients import WrapperReduction as WrapperReduction
-from ._gradients import chain as chain
-from ._gradients import checked_optax as checked_optax
-from ._gradients import gradient_parts as gradient_parts
-from ._gradients import gradient_transform as gradient_transform
-from ._gradients import init as init
-from ._gradients import over_stages as over_stages
-from ._gradients import spec_of as spec_of
-from ._inner_state import moment_events as moment_events
-from ._inner_state import update_moments as update_moments
-from ._loss_program import LossProgram as LossProgram
-from ._optax_states import TypedTransform as TypedTransform
-from ._optax_states import alternatives_to as alternatives_to
-from ._optax_states import counters_in as counters_in
-from ._optax_states import gradient_state as gradient_state
-from ._optax_states import holds_state as holds_state
-from ._optax_states import is_state_of as is_state_of
-from ._optax_states import known_states as known_states
-from ._optax_states import move_copies as move_copies
-from ._optax_states import moving_states as moving_states
-from ._optax_states import persistent_leaves as persistent_leaves
-from ._optax_states import remembers_parameters as remembers_parameters
-from ._optax_states import shift_copies as shift_copies
-from ._optax_states import takes_extra as takes_extra
-from ._optax_states import transient_state as transient_state
-from ._parameter_transform import ExchangeState as ExchangeState
-from ._parameter_transform import ParameterTransform as ParameterTransform
-from ._parameter_transform import check_weight as check_weight
-from ._parameter_transform import first_states as first_states
-from ._parameter_transform import phase_name as phase_name
-from ._parameter_transform import replica_types as replica_types
-from ._parameter_transform import shardings as shardings
-from ._parameter_transform import share_of_whole as share_of_whole
-from ._parameter_transform import share_of_whole_leaves as share_of_whole_leaves
-from ._parameter_transform import unless_idle as unless_idle
-from ._replica_group import ReplicaGroup as ReplicaGroup
-from ._replica_group import check_are_specs as check_are_specs
-from ._replica_group import check_axis_argument as check_axis_argument
-from ._replica_group import checked_bytes as checked_bytes
-from ._replica_group import checked_group as checked_group
-from ._replica_group import packing_of as packing_of
-from ._replica_group import split_dimension as split_dimension
-from ._stacked import Arrays as Arrays
-from ._stacked import StackedReplicas as StackedReplicas
-from ._stacked import unreplicate_number as unreplicate_number
-from ._stacked import vmap_replicas as vmap_replicas
+from ..tree import Flats, TreePacking
+from ._algorithm import (
+    Algorithm,
+    Carry,
+    Event,
+    InnerPeriods,
+    InnerState,
+    OverlappedExchange,
+    UpdateContext,
+    rounded_params,
+    wrap_algorithm,
+)
+from ._due import (
+    Communicate,
+    Every,
+    as_schedule,
+    every,
+    increment,
+    instants,
+    phase_scope,
+    prevent_fusion,
+    run_if,
+    run_one_of,
+    unseen_zero,
+)
+from ._gradients import (
+    Chain,
+    ChainReduction,
+    GradientSpec,
+    GradientTransform,
+    OwnReductionState,
+    ReducedAxes,
+    Reduction,
+    WrapperReduction,
+    chain,
+    checked_optax,
+    gradient_parts,
+    gradient_transform,
+    init,
+    over_stages,
+    spec_of,
+)
+from ._inner_state import moment_events, update_moments
+from ._loss_program import LossProgram
+from ._optax_states import (
+    TypedTransform,
+    alternatives_to,
+    counters_in,
+    gradient_state,
+    holds_state,
+    is_state_of,
+    known_states,
+    move_copies,
+    moving_states,
+    persistent_leaves,
+    remembers_parameters,
+    shift_copies,
+    takes_extra,
+    transient_state,
+)
+from ._parameter_transform import (
+    ExchangeState,
+    ParameterTransform,
+    check_weight,
+    first_states,
+    phase_name,
+    replica_types,
+    shardings,
+    share_of_whole,
+    share_of_whole_leaves,
+    unless_idle,
+)
+from ._replica_group import (
+    ReplicaGroup,
+    check_are_specs,
+    check_axis_argument,
+    checked_bytes,
+    checked_group,
+    packing_of,
+    split_dimension,
+)
+from ._stacked import Arrays, StackedReplicas, unreplicate_number, vmap_replicas

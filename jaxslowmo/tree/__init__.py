@@ -1,41 +1,42 @@
 """Pytree arithmetic and packing of trees into flat buffers; nothing here communicates."""
 
-from ._buffers import MIB as MIB
-from ._buffers import Bucket as Bucket
-from ._buffers import Buffer as Buffer
-from ._buffers import BufferPlan as BufferPlan
-from ._buffers import Flats as Flats
-from ._buffers import TreePacking as TreePacking
-from ._buffers import assign_buckets as assign_buckets
-from ._buffers import note_buffers as note_buffers
-from ._buffers import noted_buffers as noted_buffers
-from ._buffers import plan_buffers as plan_buffers
-from ._buffers import split_last as split_last
-from ._leaves import WeightedSum as WeightedSum
-from ._leaves import add as add
-from ._leaves import all_finite as all_finite
-from ._leaves import apply_exactly as apply_exactly
-from ._leaves import at_least_float32 as at_least_float32
-from ._leaves import cached_cast as cached_cast
-from ._leaves import cast as cast
-from ._leaves import check_arrays as check_arrays
-from ._leaves import check_floating as check_floating
-from ._leaves import form_matcher as form_matcher
-from ._leaves import leaf_names as leaf_names
-from ._leaves import matching_suffix as matching_suffix
-from ._leaves import not_floating as not_floating
-from ._leaves import params_after_update as params_after_update
-from ._leaves import parts_of as parts_of
-from ._leaves import promoted_dtype as promoted_dtype
-from ._leaves import reshape as reshape
-from ._leaves import subtract as subtract
-from ._leaves import tree_bytes as tree_bytes
-from ._leaves import type_text as type_text
-from ._leaves import updates_to as updates_to
-from ._leaves import widen_updates as widen_updates
-from ._leaves import zero_unless as zero_unless
-from ._leaves import zeros_like as zeros_like
-from ._staged import Leaf as Leaf
-from ._staged import LeafPlace as LeafPlace
-from ._staged import Staged as Staged
-from ._staged import in_model_form as in_model_form
+from ._buffers import (
+    MIB,
+    Bucket,
+    Buffer,
+    BufferPlan,
+    Flats,
+    TreePacking,
+    assign_buckets,
+    note_buffers,
+    noted_buffers,
+    plan_buffers,
+    split_last,
+)
+from ._leaves import (
+    WeightedSum,
+    add,
+    all_finite,
+    apply_exactly,
+    at_least_float32,
+    cached_cast,
+    cast,
+    check_arrays,
+    check_floating,
+    form_matcher,
+    leaf_names,
+    matching_suffix,
+    not_floating,
+    params_after_update,
+    parts_of,
+    promoted_dtype,
+    reshape,
+    subtract,
+    tree_bytes,
+    type_text,
+    updates_to,
+    widen_updates,
+    zero_unless,
+    zeros_like,
+)
+from ._staged import Leaf, LeafPlace, Staged, in_model_form

@@ -12,7 +12,7 @@ ON_JAX = "on_jax"  # the one part of torch_compat on jax's engine
 FLOORS: dict[str, float] = {
     "_support": -1, "_version": -1, "tree": 0, "topology": 0, "mesh": 1, "language": 1,
     "data": 2, "models": 2, "tracing": 2, "collectives": 2, "transform": 3, "algorithms": 4,
-    "gradients": 4, "pipeline": 5, "embedding": 5, "sparse": 5, "reports": 6, "train": 7,
+    "gradients": 4, "spec": 4, "pipeline": 5, "embedding": 5, "sparse": 5, "reports": 6, "train": 7,
     "checkpoint": 8, "islands": 8, TOP_LEVEL: 9, "cli": 10, "__main__": 11,
 }  # fmt: skip
 TORCH_FLOORS: dict[str, float] = {

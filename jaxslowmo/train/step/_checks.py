@@ -15,8 +15,7 @@ import optax
 from jax.core import Tracer
 
 from ..._support.types import AxisName, PyTree
-from ...gradients._accumulate import AccumulateState
-from ...gradients._clip import ClipByGlobalNormState
+from ...gradients import AccumulateState, ClipByGlobalNormState
 from ...gradients.precision import DynamicLossScaleState, check_nesting, loss_scale_of
 from ...mesh import AnyMesh, axis_names, model_axes, replica_count
 from ...tracing import UpdateFacts, read_update, state_types

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from ..._support.scopes import EVERY_PHASE
 from ..._support.types import AxisName, Phase, PyTree
-from ...gradients._all_reduce import ReadyOrder, mean_gradients
+from ...gradients import ReadyOrder, mean_gradients
 from ...gradients.precision import (
     DynamicLossScaleState,
     Policy,

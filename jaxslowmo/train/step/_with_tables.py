@@ -30,7 +30,7 @@ from ...embedding import (
     replicate_tables,
     send_rows,
 )
-from ...gradients._all_reduce import ReadyOrder
+from ...gradients import ReadyOrder
 from ...gradients.precision import (
     DynamicLossScaleState,
     any_over,
