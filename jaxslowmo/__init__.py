@@ -8,6 +8,7 @@ that a step sends (`comm_report`).
 import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING
+from warnings import warn as _warn
 
 from ._version import __version__ as __version__
 
@@ -42,6 +43,9 @@ if TYPE_CHECKING:
     from .collectives import codecs as codecs
     from .embedding import Table as Table
     from .embedding import embeddings as embeddings
+    from .embedding import rowwise_adagrad as rowwise_adagrad
+    from .embedding import rowwise_adam as rowwise_adam
+    from .embedding import rowwise_sgd as rowwise_sgd
     from .gradients import all_reduce_gradients as all_reduce_gradients
     from .gradients import clip_by_global_norm as clip_by_global_norm
     from .gradients import demo as demo
@@ -87,7 +91,7 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
             "des_loc diloco hierarchical_local_sgd layers local_sgd noloco norm_weighted "
             "only_finite rda read_anchor sgp slow_momentum slowmo sparta"
         ),
-        "embedding": "Table embeddings",
+        "embedding": "Table embeddings rowwise_adagrad rowwise_adam rowwise_sgd",
         "gradients": (
             "all_reduce_gradients clip_by_global_norm demo dynamic_loss_scale loss_scale_of"
         ),
@@ -122,11 +126,32 @@ else:  # hidden from type checkers, to which `__getattr__` would make every name
         "topology": "topology",
         "train": "train",
     }
+    # Names of 0.2 that these modules have now: they warn, and go in 0.5.
+    _MOVED = {
+        "embedding": "Bags WithTables bags",
+        "gradients": (
+            "Policy accumulate check_all_used ready_order skip_unused unused_names "
+            "unused_parameters"
+        ),
+        "mesh": "check_same_tree",
+        "reports": "measured",
+        "sparse": "all_reduce_rows",
+        "spec": (
+            "Carry Event ExchangeState ReplicaGroup UpdateContext phase_name remembers_parameters"
+        ),
+        "train": "Evaluate Log WeightedBatch uneven_batches",
+    }
     _HOMES = _MODULES | {name: home for home, names in _NAMES.items() for name in names.split()}
     __all__ = sorted(_HOMES)
 
+    _MOVED_TO = {name: home for home, names in _MOVED.items() for name in names.split()}
+
     def __getattr__(name: str) -> object:
-        """Import and return a name of `_HOMES`."""
+        """Import and return a name of `_HOMES`, or one that has moved."""
+        if home := _MOVED_TO.get(name):
+            message = f"jaxslowmo.{name} is jaxslowmo.{home}.{name}; the older name goes in 0.5."
+            _warn(message, DeprecationWarning, stacklevel=2)
+            return getattr(_import_module(f".{home}", __name__), name)
         if name not in _HOMES:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=_sys.modules[__name__])

@@ -64,7 +64,7 @@ def tables(capacity: int | str) -> js.embedding.Embeddings:
         {name: js.Table(workload.ROWS, workload.DIM) for name in NAMES},
         axis_name="shard",
         capacity=capacity,
-        optimizer=js.embedding.rowwise_adagrad(workload.LEARNING_RATE),
+        optimizer=js.rowwise_adagrad(workload.LEARNING_RATE),
         inputs=ids_of,
     )
 

@@ -102,9 +102,7 @@ def tables(num_rows: dict[str, int], options: Options, num_steps: int) -> js.emb
             for name, rows in num_rows.items()
         },
         axis_name="shard",
-        optimizer=js.embedding.rowwise_adagrad(
-            optax.cosine_decay_schedule(options.table_rate, num_steps)
-        ),
+        optimizer=js.rowwise_adagrad(optax.cosine_decay_schedule(options.table_rate, num_steps)),
         inputs=lambda batch: batch["ids"],
     )
 

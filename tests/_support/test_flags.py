@@ -73,16 +73,16 @@ def test_those_of_numpy_are_those_of_python():
 )
 def test_scalars_of_libraries_are_numbers(number):
     for make in (
-        js.embedding.rowwise_sgd,
-        js.embedding.rowwise_adagrad,
-        js.embedding.rowwise_adam,
-        lambda x: js.embedding.rowwise_adam(0.1, b1=x, eps=x, weight_decay=x),
+        js.rowwise_sgd,
+        js.rowwise_adagrad,
+        js.rowwise_adam,
+        lambda x: js.rowwise_adam(0.1, b1=x, eps=x, weight_decay=x),
         js.codecs.top_k,
     ):
         assert make(number) == make(0.5)
     assert js.diloco("replica", merge=number) is not None
     for wrong in ("0.5", True, np.True_, np.array([0.5]), np.float32("nan"), 1j, None):
         with pytest.raises(ValueError, match="rowwise_sgd: `learning_rate` must be a number >= 0"):
-            js.embedding.rowwise_sgd(wrong)
+            js.rowwise_sgd(wrong)
         with pytest.raises(ValueError, match="diloco: `merge` must be a number"):
             js.diloco("replica", merge=wrong)

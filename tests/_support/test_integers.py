@@ -105,7 +105,7 @@ def test_integers_of_other_libraries_count_as_those_of_python(name):
 def test_tables_steps_meshes_and_checkpoints_take_them(tmp_path):
     two = np.array(2)
     tables = {"items": js.Table(num_rows=np.int8(100), dim=two)}
-    options = {"axis_name": None, "optimizer": js.embedding.rowwise_sgd(0.1)}
+    options = {"axis_name": None, "optimizer": js.rowwise_sgd(0.1)}
     tables = js.embeddings(tables, capacity={"items": two}, **options)
     items = tables.tables["items"]
     assert (items.num_rows, items.dim) == (100, 2)

@@ -99,6 +99,16 @@ def test_a_name_loads_no_package_that_it_does_not_need():
     assert run_python(code) == "[]"
 
 
+def test_moved_names_work_and_say_where_they_are():
+    moved = vars(js)["_MOVED_TO"]
+    assert len(moved) == 24
+    assert not moved.keys() & {*js.__all__}
+    for name, home in moved.items():
+        with pytest.warns(DeprecationWarning, match=rf"is jaxslowmo\.{home}\.{name}; .* 0\.5"):
+            found = getattr(js, name)
+        assert found is getattr(getattr(js, home), name)
+
+
 def test_classes_survive_pickling():
     for cls in (js.TrainState, js.gradients.Policy, js.reports.CommRow, js.spec.ExchangeState):
         assert pickle.loads(pickle.dumps(cls)) is cls

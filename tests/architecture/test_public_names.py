@@ -102,20 +102,33 @@ def test_what_is_missing_is_found():
 
 
 def spelled(name: str, value: Any) -> str:
-    """A line of the list of names: with the names of arguments, where it is called."""
+    """A line of the list of names: with arguments and their defaults, where it is called."""
     if not callable(value):
         return name
     try:
-        arguments = inspect.signature(value).parameters.values()
+        signature = inspect.signature(value)
     except ValueError:  # of a class of another library
         return name
-    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-    names = [stars.get(x.kind, "") + x.name for x in arguments]
-    return f"{name}({', '.join(names)})"
+    plain = [x.replace(annotation=x.empty) for x in signature.parameters.values()]
+    text = str(signature.replace(parameters=plain, return_annotation=signature.empty))
+    return name + re.sub(r" at 0x\w+", "", text)
 
 
-def test_names_and_arguments_are_those_of_the_list():
+def interface() -> list[str]:
+    """Lines of all public names, and of what classes of this package have for their users."""
+    lines, seen = [], set()
+    for name, value in PUBLIC.items():
+        lines.append(spelled(name, value))
+        classes = value.__mro__ if isinstance(value, type) and value not in seen else ()
+        seen |= {*classes[:1]}
+        for cls in (c for c in classes if c.__module__.startswith("jaxslowmo.")):
+            members = vars(cls).keys() - {*getattr(cls, "_fields", ())}
+            lines += [spelled(f"{name}.{m}", getattr(value, m)) for m in members if m[0] != "_"]
+    return sorted({*lines})
+
+
+def test_names_arguments_and_defaults_are_those_of_the_list():
     """Whoever changes what is public changes the list, in the same commit."""
     written = Path(__file__).with_name("public_names.txt").read_text("utf-8").splitlines()
-    found = sorted(spelled(name, value) for name, value in PUBLIC.items())
+    found = interface()
     assert found == written, "\n".join({*found} ^ {*written})

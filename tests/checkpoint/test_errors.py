@@ -128,7 +128,7 @@ ROWS = {
             {"w": ONE},
             mesh=js.virtual_mesh({"replica": 1}),
             embeddings=js.embeddings(
-                {"a": js.Table(2, 1)}, axis_name=None, optimizer=js.embedding.rowwise_sgd(0.1)
+                {"a": js.Table(2, 1)}, axis_name=None, optimizer=js.rowwise_sgd(0.1)
             ),
         ),
         "`embeddings`",

@@ -39,7 +39,7 @@ def make(replicas, shards):
     mesh = jax.sharding.Mesh(devices, ("replica", "shard"))
     base = js.local_sgd("replica", sync_every=2)
     sync = js.slowmo("replica", base=base, sync_every=4)
-    rows = js.embedding.rowwise_adam(0.1, per_row=True)
+    rows = js.rowwise_adam(0.1, per_row=True)
     made = embeddings(own={"item": OWN["item"]}, optimizer=rows)  # momentum of items, Adam of users
     options = {"embeddings": made, "sync": sync}
     return js.make_train_step(loss, optax.adam(0.1), mesh=mesh, **options)
@@ -112,7 +112,7 @@ def test_on_another_number_of_replicas_and_exported_they_are_the_mean(run, tmp_p
 def test_tables_of_other_rows_are_refused_though_their_padded_arrays_have_one_shape(tmp_path):
     def step(rows):
         tables = {"item": js.Table(rows, 4), "user": js.Table(9, 4)}
-        made = js.embeddings(tables, axis_name="shard", optimizer=js.embedding.rowwise_sgd(0.1))
+        made = js.embeddings(tables, axis_name="shard", optimizer=js.rowwise_sgd(0.1))
         mesh = js.make_mesh({"replica": 2, "shard": 2}, devices=jax.devices()[:4])
         sync = js.local_sgd("replica")
         return js.make_train_step(loss, optax.sgd(0.1), mesh=mesh, embeddings=made, sync=sync)

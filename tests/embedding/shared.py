@@ -28,7 +28,7 @@ def embeddings_of_all_kinds(**options: Any) -> js.embedding.Embeddings:
         f"t{i}": js.Table(40 + 30 * i, 8, shard=shard, pooling=pooling)
         for i, (shard, pooling) in enumerate(kinds)
     }
-    options = {"axis_name": "shard", "optimizer": js.embedding.rowwise_adagrad(RATE), **options}
+    options = {"axis_name": "shard", "optimizer": js.rowwise_adagrad(RATE), **options}
     return js.embeddings(tables, **options)
 
 

@@ -10,9 +10,7 @@ import jaxslowmo as js
 
 def emb_of(axis_name=None, **options) -> js.embedding.Embeddings:
     tables = {"user": js.Table(300, 2, features=("buyer", "seller")), "item": js.Table(1, 2)}
-    return js.embeddings(
-        tables, axis_name=axis_name, optimizer=js.embedding.rowwise_sgd(0.1), **options
-    )
+    return js.embeddings(tables, axis_name=axis_name, optimizer=js.rowwise_sgd(0.1), **options)
 
 
 def test_an_id_of_the_host_that_is_in_no_table_is_named_with_its_place():

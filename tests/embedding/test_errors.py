@@ -11,7 +11,7 @@ from jaxslowmo.embedding._bags import bags_of
 from support.refusals import Refusal, each
 from support.wrong import wrong
 
-TABLES, SGD = {"a": js.Table(8, 4)}, js.embedding.rowwise_sgd(0.1)
+TABLES, SGD = {"a": js.Table(8, 4)}, js.rowwise_sgd(0.1)
 
 
 def made(tables=TABLES, axis_name="shard", optimizer=SGD, **options):
@@ -68,8 +68,8 @@ MAKING = {
     **wrong(table, num_rows=0, dim=True, shard="rows", pooling="max", init=0.5, features="b"),
     **wrong(table, dtype=jnp.int8, position_weights={"b": "p"}, optimizer=0.1),
     **wrong(made, tables={}, axis_name=("a", "b"), optimizer=0.1, inputs="a", overflow="wrap"),
-    **wrong(js.embedding.rowwise_adagrad, learning_rate=-0.1),
-    **wrong(js.embedding.rowwise_sgd, learning_rate="0.1"),
+    **wrong(js.rowwise_adagrad, learning_rate=-0.1),
+    **wrong(js.rowwise_sgd, learning_rate="0.1"),
     "a table": Refusal(lambda: made({"a": 3}), "'a'", 3),
     "names of tables": Refusal(lambda: made([js.Table(8, 4)]), "`tables`"),
     "int32": Refusal(lambda: table(2**31), "`num_rows`", 2**31),
@@ -83,20 +83,16 @@ MAKING = {
     ),
     "capacity": Refusal(lambda: made(capacity=0), "`capacity` of table 'a'", 0),
     "capacity of no table": Refusal(lambda: made(capacity={"b": 1}), "`capacity`", "b"),
-    "eps": Refusal(lambda: js.embedding.rowwise_adagrad(0.1, eps=0), "`eps`", 0),
-    "initial": Refusal(lambda: js.embedding.rowwise_adagrad(0.1, initial=-1), "`initial`", -1),
-    "decay": Refusal(lambda: js.embedding.rowwise_sgd(0.1, weight_decay=-1), "`weight_decay`", -1),
-    "momentum": Refusal(lambda: js.embedding.rowwise_sgd(0.1, momentum=1), "`momentum`", 1),
-    "nesterov": Refusal(
-        lambda: js.embedding.rowwise_sgd(0.1, nesterov=True), "`nesterov`", "`momentum`"
-    ),
-    "b2": Refusal(lambda: js.embedding.rowwise_adam(0.1, b2=1.0), "`b2`", 1.0),
+    "eps": Refusal(lambda: js.rowwise_adagrad(0.1, eps=0), "`eps`", 0),
+    "initial": Refusal(lambda: js.rowwise_adagrad(0.1, initial=-1), "`initial`", -1),
+    "decay": Refusal(lambda: js.rowwise_sgd(0.1, weight_decay=-1), "`weight_decay`", -1),
+    "momentum": Refusal(lambda: js.rowwise_sgd(0.1, momentum=1), "`momentum`", 1),
+    "nesterov": Refusal(lambda: js.rowwise_sgd(0.1, nesterov=True), "`nesterov`", "`momentum`"),
+    "b2": Refusal(lambda: js.rowwise_adam(0.1, b2=1.0), "`b2`", 1.0),
     "no optimizer": Refusal(
         lambda: made({"b": js.Table(8, 4, optimizer=SGD), **TABLES}, optimizer=None), "'a'"
     ),
-    "an infinite rate": Refusal(
-        lambda: js.embedding.rowwise_sgd(math.inf), "`learning_rate`", "inf"
-    ),
+    "an infinite rate": Refusal(lambda: js.rowwise_sgd(math.inf), "`learning_rate`", "inf"),
 }
 DEVICES = {
     **wrong(on_two, num_parts=0),

@@ -22,7 +22,7 @@ INT, FLOAT, HALF = 4, 4, 2
 
 
 def report(tables, num_shards=DEVICES, **options) -> js.reports.CommReport:
-    options = {"axis_name": "shard", "optimizer": js.embedding.rowwise_adagrad(0.1), **options}
+    options = {"axis_name": "shard", "optimizer": js.rowwise_adagrad(0.1), **options}
     emb = js.embeddings(tables, **options).over(num_shards)
     stored = jax.eval_shape(emb.init, jax.random.key(0))
     state = jax.eval_shape(emb.init_optimizer, stored)
@@ -53,7 +53,7 @@ def test_columns_gather_ids_and_add_up_squares():
     gathered = ("all-gather", 1, INT * slots)
     squares = ("all-reduce", 1, FLOAT * slots)
     assert rows_of(report(tables), "every", "shard") == {vectors, gathered, squares}
-    sgd = report(tables, optimizer=js.embedding.rowwise_sgd(0.1))
+    sgd = report(tables, optimizer=js.rowwise_sgd(0.1))
     assert rows_of(sgd, "every", "shard") == {vectors, gathered}
 
 
@@ -95,7 +95,7 @@ def lookups():
     emb = js.embeddings(
         tables,
         axis_name="shard",
-        optimizer=js.embedding.rowwise_sgd(1.0),
+        optimizer=js.rowwise_sgd(1.0),
         capacity=CAPACITY,
         overflow="drop",
     ).over(DEVICES)
@@ -176,9 +176,7 @@ ROOM, SLOTS = 0.3, 5
 def patching(everything):
     """Return what `refresh_vectors` makes of vectors of an older table, on two devices."""
     tables = {"r": js.Table(128, 2), "c": js.Table(64, 2, shard="column")}
-    emb = js.embeddings(
-        tables, axis_name="s", optimizer=js.embedding.rowwise_sgd(1.0), capacity=SLOTS
-    )
+    emb = js.embeddings(tables, axis_name="s", optimizer=js.rowwise_sgd(1.0), capacity=SLOTS)
     emb = emb.over(2)
 
     def run(old, new, changed, bags):

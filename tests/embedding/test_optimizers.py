@@ -13,7 +13,7 @@ import pytest
 import jaxslowmo as js
 from embedding.shared import update_of as update_of_all
 
-SGD = js.embedding.rowwise_sgd(0.1)
+SGD = js.rowwise_sgd(0.1)
 
 
 def emb_of(optimizer, dtype=jnp.float32, num_rows=8, dim=3) -> js.embedding.Embeddings:
@@ -39,7 +39,7 @@ def update_of(emb):
 
 
 def test_half_precision_is_updated_in_float32_and_rounded_once():
-    emb = emb_of(js.embedding.rowwise_sgd(0.1), jnp.bfloat16)
+    emb = emb_of(js.rowwise_sgd(0.1), jnp.bfloat16)
     table = jnp.asarray(np.random.RandomState(0).randn(8, 3), jnp.bfloat16)
     stored = emb.write({"t": table})
     ids = jnp.array([[1], [2], [4], [7]])
@@ -54,7 +54,7 @@ def test_half_precision_is_updated_in_float32_and_rounded_once():
 
 def test_half_precision_is_summed_in_float32():
     """In bfloat16 256 + 1 is 256, so a sum of ones would end there; and so would its gradient."""
-    emb = emb_of(js.embedding.rowwise_sgd(0.1), jnp.bfloat16)
+    emb = emb_of(js.rowwise_sgd(0.1), jnp.bfloat16)
     table = np.concatenate([[[256, 1, 1]], np.ones((7, 3))])
     stored, ids = emb.write({"t": table}), jnp.array([[0] + [1] * 255])
     _, _, grads, out = update_of(emb)(stored, emb.init_optimizer(stored), ids, np.zeros((1, 3)))
@@ -66,9 +66,9 @@ def test_half_precision_is_summed_in_float32():
 
 
 MAKERS = {
-    "adagrad": lambda: js.embedding.rowwise_adagrad(0.1, initial=0.2),
-    "momentum": lambda: js.embedding.rowwise_sgd(0.1, momentum=0.9),
-    "adam": lambda: js.embedding.rowwise_adam(0.1, per_row=True),
+    "adagrad": lambda: js.rowwise_adagrad(0.1, initial=0.2),
+    "momentum": lambda: js.rowwise_sgd(0.1, momentum=0.9),
+    "adam": lambda: js.rowwise_adam(0.1, per_row=True),
 }
 
 
@@ -90,7 +90,7 @@ def test_an_optimizer_of_all_tables_and_the_same_of_each_are_one(name):
     make = MAKERS[name]
     expected = run(lambda: None, optimizer=make())
     assert set(expected[0]) == {"a", "b", "tables_float32_8_over_2"}
-    for found in (run(make), run(make, optimizer=js.embedding.rowwise_sgd(3.0))):
+    for found in (run(make), run(make, optimizer=js.rowwise_sgd(3.0))):
         jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
@@ -111,21 +111,14 @@ def test_tables_of_several_optimizers_share_no_array():
         tables = {n: js.Table(8, 4, shard="table", optimizer=own.get(n)) for n in "abc"}
         return set(js.embeddings(tables, axis_name="s", optimizer=SGD).over(2).specs)
 
-    assert names_of(a=js.embedding.rowwise_sgd(0.1)) == {"tables_float32_4_over_2"}
-    assert (
-        len(
-            names_of(
-                a=js.embedding.rowwise_sgd(Falling(1.0)), b=js.embedding.rowwise_sgd(Falling(1.0))
-            )
-        )
-        == 2
-    )
-    a, b = names_of(a=js.embedding.rowwise_sgd(0.2)), names_of(b=js.embedding.rowwise_sgd(0.2))
+    assert names_of(a=js.rowwise_sgd(0.1)) == {"tables_float32_4_over_2"}
+    assert len(names_of(a=js.rowwise_sgd(Falling(1.0)), b=js.rowwise_sgd(Falling(1.0)))) == 2
+    a, b = names_of(a=js.rowwise_sgd(0.2)), names_of(b=js.rowwise_sgd(0.2))
     assert (len(a), len(b), len(a | b)) == (2, 2, 4)
 
 
 def test_donated_tables_are_updated_in_place():
-    emb = emb_of(js.embedding.rowwise_adagrad(0.1), num_rows=64_000, dim=32)
+    emb = emb_of(js.rowwise_adagrad(0.1), num_rows=64_000, dim=32)
     stored = jax.eval_shape(emb.init, jax.random.key(0))
     state = jax.eval_shape(emb.init_optimizer, stored)
     targets = jax.ShapeDtypeStruct((4, 32), jnp.float32)

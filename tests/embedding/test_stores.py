@@ -14,7 +14,7 @@ KEY = jax.random.key(3)
 
 
 def emb_of(tables, size, axis_name="shard"):
-    emb = js.embeddings(tables, axis_name=axis_name, optimizer=js.embedding.rowwise_sgd(0.1))
+    emb = js.embeddings(tables, axis_name=axis_name, optimizer=js.rowwise_sgd(0.1))
     return emb.over(size)
 
 

@@ -27,14 +27,14 @@ def loss_fn(params, batch, *, embedded):
 def program(mesh):
     """Train tables that devices share, one step ahead and by hand; return what came of it."""
     tables = {
-        "user": js.Table(10, 3, optimizer=js.embedding.rowwise_adagrad(0.1), features=["user"]),
+        "user": js.Table(10, 3, optimizer=js.rowwise_adagrad(0.1), features=["user"]),
         "item": js.Table(9, 3, shard="table", pooling=None, features=["item"]),
     }
     embeddings = js.embeddings(
         tables,
         axis_name="shard",
         inputs=lambda batch: {"user": batch["user"], "item": batch["item"]},
-        optimizer=js.embedding.rowwise_sgd(0.1, momentum=0.5),
+        optimizer=js.rowwise_sgd(0.1, momentum=0.5),
     )
     step = js.make_train_step(
         loss_fn,

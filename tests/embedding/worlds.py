@@ -20,31 +20,29 @@ SHARDS, POOLINGS = ("row", "column", "table"), ("sum", "mean", None)
 LAYOUTS = [(4, None, True), (None, None, True), (2, 2, True), (3, None, False)]
 OPTIMIZERS = [
     (
-        js.embedding.rowwise_adagrad(0.3, eps=1e-3, initial=0.1),
+        js.rowwise_adagrad(0.3, eps=1e-3, initial=0.1),
         Rule("adagrad", lambda n: 0.3, eps=1e-3, initial=0.1),
     ),
-    (js.embedding.rowwise_sgd(0.3, weight_decay=0.1), Rule("sgd", lambda n: 0.3, decay=0.1)),
+    (js.rowwise_sgd(0.3, weight_decay=0.1), Rule("sgd", lambda n: 0.3, decay=0.1)),
     (
-        js.embedding.rowwise_adam(0.1, b1=0.6, b2=0.9, eps=0.3, weight_decay=0.1),
+        js.rowwise_adam(0.1, b1=0.6, b2=0.9, eps=0.3, weight_decay=0.1),
         Rule("adam", lambda n: 0.1, eps=0.3, decay=0.1, b1=0.6, b2=0.9),
     ),
     (
-        js.embedding.rowwise_sgd(0.2, momentum=0.7, nesterov=True, weight_decay=0.1),
+        js.rowwise_sgd(0.2, momentum=0.7, nesterov=True, weight_decay=0.1),
         Rule("sgd", lambda n: 0.2, momentum=0.7, nesterov=True, decay=0.1),
     ),
     (
-        js.embedding.rowwise_adam(
-            optax.linear_schedule(0.2, 0.1, 2), b2=0.9, eps=0.3, per_row=True
-        ),
+        js.rowwise_adam(optax.linear_schedule(0.2, 0.1, 2), b2=0.9, eps=0.3, per_row=True),
         Rule("adam", lambda n: max(0.1, 0.2 - n / 20), eps=0.3, b1=0.9, b2=0.9, per_row=True),
     ),
     (
-        js.embedding.rowwise_adagrad(lambda n: 0.5 / (n.astype(jnp.float32) + 1)),
+        js.rowwise_adagrad(lambda n: 0.5 / (n.astype(jnp.float32) + 1)),
         Rule("adagrad", lambda n: 0.5 / (n + 1), eps=1e-8),
     ),
-    (js.embedding.rowwise_sgd(0.2, momentum=0.7), Rule("sgd", lambda n: 0.2, momentum=0.7)),
+    (js.rowwise_sgd(0.2, momentum=0.7), Rule("sgd", lambda n: 0.2, momentum=0.7)),
     (
-        js.embedding.rowwise_sgd(optax.linear_schedule(0.4, 0.1, 3)),
+        js.rowwise_sgd(optax.linear_schedule(0.4, 0.1, 3)),
         Rule("sgd", lambda n: 0.4 - 0.1 * n),
     ),
 ]

@@ -56,7 +56,7 @@ def lowered_with_tables(mesh: Mesh, workload: Workload, ahead: Ahead) -> jax.sta
         {name: js.Table(workload.rows, workload.dim) for name in names},
         axis_name=S,
         capacity=2 * workload.batch // mesh.size,
-        optimizer=js.embedding.rowwise_adagrad(0.01),
+        optimizer=js.rowwise_adagrad(0.01),
     ).over(mesh)
 
     def exchanged(tables: Any, ids: Any) -> tuple[Any, Any]:

@@ -134,7 +134,7 @@ def test_stages(executor):
 def test_tables_are_sent_as_dense_leaves_are(shard_state):
     mesh = js.make_mesh({"replica": 2, "shard": 2})
     tables = js.embeddings(
-        {"a": js.Table(200, 8)}, axis_name="shard", optimizer=js.embedding.rowwise_sgd(1.0)
+        {"a": js.Table(200, 8)}, axis_name="shard", optimizer=js.rowwise_sgd(1.0)
     )
 
     def loss_fn(params, batch, *, embedded):

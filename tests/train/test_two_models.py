@@ -148,9 +148,9 @@ def test_one_step_is_of_one_model(make_mesh):
 
 TABLES = {"small": (10, 3), "large": (64, 2)}
 TABLE_OPTIMIZERS = {
-    "rowwise_sgd": lambda: js.embedding.rowwise_sgd(0.1, momentum=0.5),
-    "rowwise_adagrad": lambda: js.embedding.rowwise_adagrad(0.1),
-    "rowwise_adam": lambda: js.embedding.rowwise_adam(0.1, per_row=True),
+    "rowwise_sgd": lambda: js.rowwise_sgd(0.1, momentum=0.5),
+    "rowwise_adagrad": lambda: js.rowwise_adagrad(0.1),
+    "rowwise_adam": lambda: js.rowwise_adam(0.1, per_row=True),
 }
 
 

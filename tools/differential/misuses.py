@@ -228,9 +228,7 @@ MISUSES |= {
 
 
 def _tables_of(table: Any) -> object:
-    return js.embeddings(
-        {"item": table}, axis_name="shard", optimizer=js.embedding.rowwise_sgd(0.1)
-    )
+    return js.embeddings({"item": table}, axis_name="shard", optimizer=js.rowwise_sgd(0.1))
 
 
 def _made_ahead(mode: str) -> object:

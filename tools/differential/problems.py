@@ -99,11 +99,7 @@ def tables(shard: str = "row", optimizer: str = "adagrad") -> Any:
         "item": js.Table(*ROWS["item"], shard=shard, pooling="mean"),
         "user": js.Table(*ROWS["user"], shard=shard),
     }
-    rule = (
-        js.embedding.rowwise_adagrad(0.5)
-        if optimizer == "adagrad"
-        else js.embedding.rowwise_sgd(0.5)
-    )
+    rule = js.rowwise_adagrad(0.5) if optimizer == "adagrad" else js.rowwise_sgd(0.5)
     return js.embeddings(made, axis_name="shard", optimizer=rule)
 
 

@@ -132,7 +132,7 @@ def _step(mode: str, algorithm: str, use: dict[str, Any]) -> tuple[Any, Callable
     elif problem == "tables":
         function, params = _table_loss, {"w": jnp.linspace(-1.0, 1.0, 4)}
         tables = {name: js.Table(*ROWS[name], pooling="mean") for name in use["tables"]}
-        rule = js.embedding.rowwise_adagrad(0.5)
+        rule = js.rowwise_adagrad(0.5)
         options["embeddings"] = js.embeddings(tables, axis_name=inner, optimizer=rule)
     elif problem == "stages":
         function, params = _pipeline(mesh, use["executor"])

@@ -180,7 +180,7 @@ def test_what_was_asked_for_another_batch_is_refused():
 def test_stale_rows_are_one_update_old(num_exact, accumulate):
     """Against NumPy: of an update the first batch sees rows of before the last one, others not."""
     made = js.embeddings(
-        {"user": js.Table(24, 4)}, axis_name="shard", optimizer=js.embedding.rowwise_sgd(0.5)
+        {"user": js.Table(24, 4)}, axis_name="shard", optimizer=js.rowwise_sgd(0.5)
     )
 
     def loss(params, batch, *, embedded):

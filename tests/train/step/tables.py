@@ -31,8 +31,8 @@ def batches(count, seed=0, rows=REPLICAS * ROWS):
 
 
 OWN = {
-    "item": js.embedding.rowwise_sgd(RATE, momentum=0.5, nesterov=True),
-    "user": js.embedding.rowwise_adam(0.1, b2=0.9, eps=1e-3, weight_decay=0.1),
+    "item": js.rowwise_sgd(RATE, momentum=0.5, nesterov=True),
+    "user": js.rowwise_adam(0.1, b2=0.9, eps=1e-3, weight_decay=0.1),
 }
 
 
@@ -43,7 +43,7 @@ def embeddings(shard="row", axis="shard", own=None, **options):
         "item": js.Table(*SIZES["item"], shard=shard, pooling="mean", optimizer=own.get("item")),
         "user": js.Table(*SIZES["user"], shard=shard, optimizer=own.get("user")),
     }
-    options.setdefault("optimizer", js.embedding.rowwise_adagrad(RATE, eps=EPS))
+    options.setdefault("optimizer", js.rowwise_adagrad(RATE, eps=EPS))
     return js.embeddings(tables, axis_name=axis, **options)
 
 

@@ -119,7 +119,7 @@ def started(run):
     options = {name: run[name] for name in ("accumulate", "mode")}
     options |= {"gradients": GRADIENTS[run["gradients"]], "sync": SYNCS[run["sync"]]}
     options |= {"policy": js.gradients.Policy("float16")} if run["half"] else {}
-    rows = {"optimizer": js.embedding.rowwise_sgd(RATE)} if run["half"] else {}
+    rows = {"optimizer": js.rowwise_sgd(RATE)} if run["half"] else {}
     own, virtual = {name: OWN[name] for name in run["own"]}, js.virtual_mesh({"replica": 2})
     shared = step_of(
         int(num_shards),

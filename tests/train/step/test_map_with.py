@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from support.layered import language_model
 
-SGD = js.embedding.rowwise_adagrad(0.1)
+SGD = js.rowwise_adagrad(0.1)
 REPLICAS, WIDTH, HIDDEN = 2, 8, 16
 AXES = {"replica": REPLICAS, "data": 2, "fsdp": 2}
 RANDOM = np.random.default_rng(0)

@@ -22,7 +22,7 @@ def compiled(num_rows, num_shards, sync):
     embeddings = js.embeddings(
         {"ids": js.Table(num_rows, DIM)},
         axis_name=None if num_shards == 1 else "shard",
-        optimizer=js.embedding.rowwise_adagrad(0.1),
+        optimizer=js.rowwise_adagrad(0.1),
     )
 
     def loss(params, batch, *, embedded):

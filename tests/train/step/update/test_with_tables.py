@@ -20,9 +20,7 @@ LOCAL = js.local_sgd("replica", sync_every=2)
 def test_no_gradient_of_a_table_exists():
     """Of 8 MB of tables on a device a host-scheduled local step changes rows where they stand."""
     table = js.Table(1 << 19, 16, pooling="mean")
-    made = js.embeddings(
-        {"item": table}, axis_name="shard", optimizer=js.embedding.rowwise_adagrad(0.1)
-    )
+    made = js.embeddings({"item": table}, axis_name="shard", optimizer=js.rowwise_adagrad(0.1))
 
     def own_loss(params, batch, *, embedded):
         found = {"item": embedded["item"][:, :4], "user": embedded["item"][:, 4:8]}
@@ -51,7 +49,7 @@ def test_memory_of_a_step_that_decides_what_is_due(name, axes, limit):
     made = js.embeddings(
         {"item": js.Table(shards << 18, 16)},
         axis_name="shard" if shards > 1 else None,
-        optimizer=js.embedding.rowwise_sgd(0.1),
+        optimizer=js.rowwise_sgd(0.1),
     )
     sync = {
         "local_sgd": js.local_sgd("replica", sync_every=8),
