@@ -27,7 +27,7 @@ TEST_ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo dlrm test test-all test-exhaustive test-torch test-torchax test-aot test-maxtext test-cluster test-failures torch-env torchax-env lint lint-torch lint-torchax format docs bench-env clean distclean
+.PHONY: help demo dlrm test test-all test-exhaustive test-torch test-torchax test-aot test-maxtext test-wheel test-cluster test-failures torch-env torchax-env lint lint-torch lint-torchax format docs bench-env clean distclean
 
 help: ## Show the targets.
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile
@@ -73,6 +73,13 @@ test-torchax: torchax-env ## Run the tests of torch_compat.on_jax, and those wit
 # Not in .ci/run: with its set-up it takes more than four minutes.
 test-maxtext: $(MAXTEXT_VENV)/.stamp ## Compare MaxText's trainer with jaxslowmo's exchanges to recorded losses of its own, in .venv-maxtext (1.3 GB).
 	cd tests/maxtext && $(abspath $(MAXTEXT_PY)) -m pytest $(TEST_ARGS)
+
+test-wheel: $(VENV)/.stamp-test ## Build the source distribution, of it the wheel, and train with the wheel in an empty environment.
+	rm -rf build/wheel
+	$(PY) -m build --outdir build/wheel .
+	$(PYTHON) -m venv build/wheel/env
+	build/wheel/env/bin/python -m pip install --quiet --disable-pip-version-check build/wheel/*.whl
+	cd build/wheel && env/bin/python -W error $(CURDIR)/tests/wheel.py $(CURDIR)/pyproject.toml
 
 test-cluster: ## Run the tests on network namespaces with shaped links; needs Linux, root and iproute2.
 	@$(PYTHON) tests/cluster/namespaces.py

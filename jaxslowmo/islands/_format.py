@@ -28,8 +28,6 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import numpy as np
-from safetensors.numpy import load as load_arrays
-from safetensors.numpy import save as save_arrays
 
 from .._support.checks import ArgumentError
 from ..collectives.codecs import Codec
@@ -230,7 +228,9 @@ class Note(_Record):
 
 def dump(header: _Record, arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return arrays and their header as safetensors."""
-    return save_arrays(dict(arrays), {_HEADER_KEY: header.dumps()})
+    from safetensors import numpy as safetensors
+
+    return safetensors.save(dict(arrays), {_HEADER_KEY: header.dumps()})
 
 
 def parse_header(data: bytes, kind: type[Any]) -> Any:
@@ -249,8 +249,10 @@ def parse_arrays(
     data: bytes, shapes: Mapping[str, tuple[tuple[int, ...], Any]]
 ) -> list[np.ndarray]:
     """Return the arrays of safetensors in this order; raise `FormatError` unless they are these."""
+    from safetensors import numpy as safetensors
+
     try:
-        arrays = load_arrays(data)
+        arrays = safetensors.load(data)
     except Exception as error:  # the library has errors of its own
         raise FormatError(f"no safetensors ({type(error).__name__})") from error
     found = {name: (x.shape, x.dtype) for name, x in arrays.items()}

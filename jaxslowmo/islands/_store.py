@@ -14,11 +14,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from .._support.checks import ArgumentError
 from .._support.extras import needed_by
 
-with needed_by("jaxslowmo.islands"):
-    import obstore
-    from obstore import exceptions as errors
-    from obstore import store as stores
-
 _CHUNK = 8 << 20  # bytes that one request reads, so that each is short on a slow link
 _REQUEST_SECONDS = 1.0, 120.0  # the least and the most that a small request may take
 _MIB_SECONDS = 8  # what it may take longer for each MiB beyond the first
@@ -97,10 +92,19 @@ class ObjectStore:
     Raises:
       ValueError: no such URL.
       IslandsError: no such folder or bucket, or no access.
+      ModuleNotFoundError: obstore or safetensors is missing; the extra `islands` has them.
     """
 
     def __init__(self, url: str, *, creates: bool = True) -> None:
         scheme, path = parse_url(url)
+        # Here, so that `from jaxslowmo import *` needs no extra.
+        with needed_by("jaxslowmo.islands"):
+            import obstore
+            import safetensors.numpy  # noqa: F401  (of what lies in the bucket)
+            from obstore import exceptions as errors
+            from obstore import store as stores
+        self._obstore, self._from_url = obstore, stores.from_url
+        self._exists = errors.AlreadyExistsError, errors.PreconditionError
         # Waiting does not help. Stores without "create if absent" raise the last two.
         self.refusals: tuple[type[Exception], ...] = (
             errors.PermissionDeniedError, errors.UnauthenticatedError,
@@ -142,7 +146,7 @@ class ObjectStore:
             # `Store` asks again, and counts it.
             retries: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
             options: Any = {**limits, **self._options}
-            self._clients[whole] = stores.from_url(
+            self._clients[whole] = self._from_url(
                 self._url, client_options=options, retry_config=retries
             )
         return self._clients[whole]
@@ -151,7 +155,7 @@ class ObjectStore:
         """Return an object; raise `TooLargeError`, reading little of it, if it is above `limit`."""
         # Its bytes are not read yet. A first range would fail for an object of no bytes on S3.
         client = self._client(_CHUNK if limit is None else limit)
-        whole = obstore.get(client, key)
+        whole = self._obstore.get(client, key)
         size = whole.meta["size"]
         if limit is not None and size > limit:
             raise TooLargeError(f"{size} bytes, and at most {limit} belong there")
@@ -160,27 +164,27 @@ class ObjectStore:
         parts = []
         for start in range(0, size, _CHUNK):
             end = min(start + _CHUNK, size)
-            parts.append(bytes(obstore.get_range(client, key, start=start, end=end)))
+            parts.append(bytes(self._obstore.get_range(client, key, start=start, end=end)))
         return b"".join(parts)
 
     def create(self, key: str, data: bytes) -> None:
         """Write an object unless there is one: of several at once exactly one succeeds."""
         try:
-            obstore.put(self._client(len(data)), key, data, mode="create")
-        except (errors.AlreadyExistsError, errors.PreconditionError) as error:
+            self._obstore.put(self._client(len(data)), key, data, mode="create")
+        except self._exists as error:
             raise FileExistsError(key) from error
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object, in several requests if it is large; readers see all of it or nothing."""
-        obstore.put(self._client(len(data)), key, data, max_concurrency=4)
+        self._obstore.put(self._client(len(data)), key, data, max_concurrency=4)
 
     def delete(self, key: str) -> None:
         """Remove an object."""
-        obstore.delete(self._client(), key)
+        self._obstore.delete(self._client(), key)
 
     def list(self, prefix: str) -> list[Entry]:
         """Return the objects whose keys begin with a folder's name, in the order of their keys."""
-        found = obstore.list(self._client(), prefix).collect()
+        found = self._obstore.list(self._client(), prefix).collect()
         entries = [Entry(x["path"], x["size"], x["last_modified"]) for x in found]
         return sorted(entries)
 

@@ -16,7 +16,17 @@ import jaxslowmo as js
 from support.waiting import PATIENCE_SECONDS
 
 INIT = ast.parse(Path(js.__file__).read_text("utf-8"))
-EXTRAS = ["flax", "grain", "matplotlib", "orbax", "orbax.checkpoint", "rich", "tyro"]
+EXTRAS = [
+    "flax",
+    "grain",
+    "matplotlib",
+    "obstore",
+    "orbax",
+    "orbax.checkpoint",
+    "rich",
+    "safetensors",
+    "tyro",
+]
 
 
 def run_python(code: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = ["slowmo_on_tpu", "tpu_manager", "islands"]
-WHEEL = "jaxslowmo-0.2.0-py3-none-any.whl"
+WHEEL = "jaxslowmo-0.3.0-py3-none-any.whl"
 ADDRESS = "https://git.example.org/group/name"
 
 
