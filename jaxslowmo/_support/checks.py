@@ -1,7 +1,4 @@
-"""Checks of arguments with their error messages, and warnings at the line of the user's code.
-
-The arguments with which a factory of this package was called, to compare them later.
-"""
+"""Arguments: checks with their messages, warnings at the user's line, and settings to compare later."""
 
 import functools
 import inspect

@@ -1,7 +1,4 @@
-"""`check_in_sync`: whether all replicas hold the same values, by fingerprints of their bits.
-
-The mean of stacked replicas as one copy: `consensus`.
-"""
+"""Stacked replicas as one model: whether they are equal, by fingerprints of their bits; their mean."""
 
 import functools
 import math

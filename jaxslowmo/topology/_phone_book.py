@@ -1,7 +1,4 @@
-"""Checks and conversions of arguments: numbers of nodes, tables of peers, functions.
-
-A gossip graph: an ordered phone book, the rotation through it, and its checks.
-"""
+"""A gossip graph: an ordered phone book, the rotation through it, and its checks."""
 
 import inspect
 import math

@@ -1,7 +1,4 @@
-"""Gradient transforms: an optax transform with a `Reduction` that says what it does.
-
-Chains of transforms, and their stacked states.
-"""
+"""Gradient transforms: an optax transform with a `Reduction` that says what it does; and chains."""
 
 import functools
 from collections import Counter

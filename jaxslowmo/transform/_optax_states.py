@@ -1,9 +1,7 @@
-"""The classes of states, by which chains and checkpoints know what a state is of.
+"""What the class of a state says of its transform: what it exchanges, and what an exchange must move.
 
-A table of optimizers that keep copies of parameters, or update in some calls only.
-
-Optimizers of optax are known by the classes of their states; others say it by
-`js.spec.remembers_parameters`.
+Transforms of this library register their classes. Optimizers of optax are known by theirs; others
+say it by `js.spec.remembers_parameters`.
 
 Most optimizers read the parameters that they receive and store only gradients. Some store
 parameters: COCOB computes every new value from the initial one, schedule-free training from a

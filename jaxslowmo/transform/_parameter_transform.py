@@ -1,8 +1,6 @@
-"""Checks of the arguments and states that updates of transforms receive.
+"""Parameter transforms: the optax pair of an algorithm, the checks of what it is given, and its state.
 
-Parameter transforms: the optax pair of an algorithm that exchanges parameters.
-
-The states of an exchange between the replicas of a step, and where their arrays lie.
+Inside mapped axes `init` makes the state, and in a training step `first_states`.
 """
 
 import dataclasses

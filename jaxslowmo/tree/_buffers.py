@@ -1,8 +1,6 @@
-"""Assignment of leaves to buckets by size, dtype and label, as torch's reducer does.
+"""Flat buffers: which leaves each holds, by torch's rule of buckets, and how trees are packed in them.
 
-Static plans that pack the leaves of a tree into a few flat buffers, and notes about them.
-
-Packing of trees into flat buffers.
+Plans are static: they follow from shapes and dtypes. `noted_buffers` tells reports about them.
 """
 
 import contextlib

@@ -3,8 +3,6 @@
 In a traced program `jax.numpy` takes two to four times as long for the same equation. It checks for
 promotion, broadcasting and other rules of NumPy, which leaves of one shape and dtype do not need.
 NumPy arrays stay NumPy arrays.
-
-Weighted means: sums that can be added up over microbatches, batches and calls.
 """
 
 import functools

@@ -8,7 +8,7 @@ parameters and the weight of push-sum, or of replicas that count differently, so
 the sum of x over the sum of masses.
 
 With a `delay`, taking what a slow step sends and sending it are events of earlier updates; see
-`_delay.py`. Source of fragments, `delay` and `merge`: Douillard et al., "Streaming DiLoCo with
+`InFlight`. Source of fragments, `delay` and `merge`: Douillard et al., "Streaming DiLoCo with
 overlapping communication", 2025, section 3.
 """
 
