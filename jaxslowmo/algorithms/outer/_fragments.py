@@ -554,9 +554,10 @@ def average_all(flight: InFlight, *, replicas: ReplicaGroup, delay: int) -> InFl
     return flight._replace(parts=parts)
 
 
-def with_flight(flights: Sequence[InFlight], number: int, flight: InFlight) -> tuple[InFlight, ...]:
-    """Return what is in flight of all fragments with that of one replaced."""
-    return (*flights[:number], flight, *flights[number + 1 :])
+def with_flight(local: dict[str, Any], number: int, flight: InFlight) -> dict[str, Any]:
+    """Return the local state with this in flight of one fragment."""
+    flights = local["in_flight"]
+    return local | {"in_flight": (*flights[:number], flight, *flights[number + 1 :])}
 
 
 def arrived_mean(flight: InFlight, replicas: ReplicaGroup) -> tuple[PyTree, jax.Array]:
@@ -583,9 +584,6 @@ def overlapped_exchange(
     def number(event: str) -> int:
         return of_event[event].number
 
-    def with_values(local: PyTree, event: str, flight: InFlight) -> PyTree:
-        return local | {"in_flight": with_flight(local["in_flight"], number(event), flight)}
-
     def is_behind(local: PyTree, event: str, t: int) -> bool:
         # -1 stands for nothing in flight: the base refused it, and none is expected.
         sent = int(local["in_flight"][number(event)].parts)
@@ -595,7 +593,7 @@ def overlapped_exchange(
         sending_events=lambda phase: tuple(event for event in phase if event in of_event),
         values_to_send=lambda local, event: local["in_flight"][number(event)],
         exchange=functools.partial(average_all, replicas=replicas, delay=delay),
-        with_values=with_values,
+        with_values=lambda local, event, flight: with_flight(local, number(event), flight),
         is_applied=lambda phase, event: of_event[event].event(SLOW) in phase,
         is_behind=is_behind,
     )
