@@ -1,4 +1,4 @@
-"""Arguments: checks with their messages, warnings at the user's line, and settings to compare later."""
+"""Checks of arguments, warnings at the line of the user's code, and settings to compare later."""
 
 import functools
 import inspect
@@ -65,7 +65,8 @@ def as_number(value: Any) -> float | None:
 
     Scalars of NumPy, and of jax where their values are known, are numbers.
     """
-    if isinstance(value, bool | np.bool_ | str) or np.ndim(value):
+    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
+    if is_bool or isinstance(value, str) or np.ndim(value) or np.iscomplexobj(value):
         return None
     try:
         number = float(value)

@@ -1,4 +1,4 @@
-"""The two halves of an all-reduce, with an update between them; and the permutes they may be made of.
+"""The two halves of an all-reduce, with an update between them; and permutations of values.
 
 Several replica axes are reduced one after the other: the first scatters the whole buffer, the next
 one scatters its part. The bytes are those of one reduce-scatter. A TPU compiler keeps these stages,

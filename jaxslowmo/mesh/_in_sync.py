@@ -1,4 +1,4 @@
-"""Stacked replicas as one model: whether they are equal, by fingerprints of their bits; their mean."""
+"""Stacked replicas as one model: whether they are equal, by fingerprints of bits; and their mean."""
 
 import functools
 import math

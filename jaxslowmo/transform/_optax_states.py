@@ -1,4 +1,4 @@
-"""What the class of a state says of its transform: what it exchanges, and what an exchange must move.
+"""What the class of a state says of its transform: what it exchanges, and what exchanges must move.
 
 Transforms of this library register their classes. Optimizers of optax are known by theirs; others
 say it by `js.spec.remembers_parameters`.

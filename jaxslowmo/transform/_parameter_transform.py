@@ -1,4 +1,4 @@
-"""Parameter transforms: the optax pair of an algorithm, the checks of what it is given, and its state.
+"""Parameter transforms: the optax pair of an algorithm, the checks of its arguments, and its state.
 
 Inside mapped axes `init` makes the state, and in a training step `first_states`.
 """

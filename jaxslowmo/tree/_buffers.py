@@ -1,4 +1,4 @@
-"""Flat buffers: which leaves each holds, by torch's rule of buckets, and how trees are packed in them.
+"""Flat buffers: which leaves each holds, by torch's rule of buckets, and the packing of trees.
 
 Plans are static: they follow from shapes and dtypes. `noted_buffers` tells reports about them.
 """

@@ -171,16 +171,14 @@ class _Outer:
             )
         if self.is_spread and not self.exact_average:
             raise ValueError(
-                f"{owner}: `exact_average=False` exchanges nothing in slow steps, so there is "
-                f"nothing to spread or to keep; got fragments={self.fragments!r}, "
-                f"delay={self.delay!r}, merge={merge!r}."
+                f"{owner}: `exact_average=False` exchanges nothing in slow steps that could be "
+                f"spread; got fragments={self.fragments!r}, delay={self.delay!r}, merge={merge!r}."
             )
         if self.to_moments != "keep" and (self.fragments != 1 or not self.exact_average):
             raise ArgumentError(
                 "inner_state",
                 f'{owner}: `inner_state` must be "keep" with several `fragments`, since it changes '
-                "all moments at once, and without an exact average, which exchanges nothing; got "
-                f"{self.inner_state!r}.",
+                f"all moments at once, and without an exact average; got {self.inner_state!r}.",
             )
 
     @property
@@ -276,9 +274,8 @@ class _Outer:
         if parts_of(params, Staged) and not self.is_element_wise:
             raise ArgumentError(
                 "fragments",
-                f"{self.owner}: `fragments` of a model in stages are parts of its flat buffers, so "
-                "`outer_optimizer` must be element-wise, which shard_state=True promises. Use "
-                "fragments=1 with one that is not.",
+                f"{self.owner}: `fragments` of a model in stages are parts of flat buffers, which "
+                "need an element-wise `outer_optimizer`, as shard_state=True promises; else use 1.",
             )
         return make_fragments(self.owner, self.fragments, params)
 

@@ -1,4 +1,4 @@
-"""The protocol of codecs, whose form is rows of bytes, which all platforms send; and the 16-bit ones."""
+"""The protocol of codecs, which send numbers as rows of bytes; and the 16-bit ones."""
 
 import functools
 import math
