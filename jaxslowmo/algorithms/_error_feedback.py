@@ -76,5 +76,5 @@ def check_sends_parameters(owner: str, codec: Codec | None) -> None:
         raise ArgumentError(
             "codec",
             f"{owner}: `codec` must be None, js.codecs.bfloat16() or js.codecs.float16(), since "
-            f"parameters themselves are sent, for which other codecs are too coarse; got {codec!r}.",
+            f"parameters themselves are sent, which others are too coarse for; got {codec!r}.",
         )

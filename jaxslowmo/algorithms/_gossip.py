@@ -391,8 +391,8 @@ def shares_of_gossip(opt_state: PyTree) -> Shares | None:
     if all(map(_counts_alike, states)):
         return None
     raise ValueError(
-        "`state` holds js.sgp for some leaves only, whose replicas do not count alike, so there are "
-        "no weights for all: take the js.consensus of each part, with `shares` of its transform."
+        "`state` holds js.sgp for some leaves only, whose replicas count differently: no weights "
+        "hold for all, so take the js.consensus of each part, with `shares` of its transform."
     )
 
 

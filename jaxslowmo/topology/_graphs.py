@@ -16,26 +16,26 @@ from ._phone_book import Graph, as_size, check_even, from_phone_book, reachable,
 def circulant(
     name: str,
     num_nodes: int,
-    distances: Iterable[int],
+    distances: Callable[[int], Iterable[int]],
     peers_per_step: int | None,
     *,
     dedupe: bool = False,
     is_dynamic: bool = True,
     is_bipartite: bool = False,
 ) -> Graph:
-    """Return the graph in which node i sends to i + d for every d in `distances`, in their order.
+    """Return the graph in which node i sends to i + d for all d in `distances(num_nodes)`, in order.
 
     Args:
       name: name of the public function, for messages.
       num_nodes: number of nodes; a single one has no peers.
-      distances: numbers of nodes between sender and peer, positive or negative.
+      distances: numbers of nodes between sender and peer, positive or negative, of `num_nodes`.
       peers_per_step: number of peers per exchange; None sends to all at once, without rotation.
       dedupe: keep only the first of equal peers.
       is_dynamic: whether the graph rotates through its phone book.
       is_bipartite: whether every edge must join an even and an odd node.
     """
     num_nodes = as_size("num_nodes", num_nodes)
-    steps = list(distances) if num_nodes > 1 else []
+    steps = list(distances(num_nodes)) if num_nodes > 1 else []
     rows = tuple(tuple((node + d) % num_nodes for d in steps) for node in range(num_nodes))
     if not isinstance(dedupe, bool):
         raise ValueError(f"{name}: `dedupe` must be True or False, got {dedupe!r}.")
@@ -47,11 +47,15 @@ def circulant(
 
 
 def _bipartite_circulant(
-    name: str, num_nodes: int, distances: Iterable[int], peers_per_step: int, dedupe: bool
+    name: str,
+    num_nodes: int,
+    distances: Callable[[int], Iterable[int]],
+    peers_per_step: int,
+    dedupe: bool,
 ) -> Graph:
     """Return the graph of odd distances, forwards and backwards, between even and odd nodes."""
-    check_even(name, num_nodes)
-    both = both_ways(distances)
+    check_even(name, as_size("num_nodes", num_nodes))
+    both = lambda n: both_ways(distances(n))  # noqa: E731
     return circulant(name, num_nodes, both, peers_per_step, dedupe=dedupe, is_bipartite=True)
 
 
@@ -97,16 +101,13 @@ def npeer_directed_exponential(
     peers_per_step = as_size("peers_per_step", peers_per_step)
     base = peers_per_step + 1
     distances = [j * power for power in powers_below(base, num_nodes) for j in range(1, base)]
-    loop = next((d for d in distances if d % num_nodes == 0), None)
-    if loop is not None:
+    if any(d % num_nodes == 0 for d in distances):
         raise ValueError(
-            f"npeer_directed_exponential: no distance j * (`peers_per_step` + 1)**i, j = 1 to "
-            f"`peers_per_step`, may be a multiple of `num_nodes`={num_nodes}, where nodes would "
-            f"send to themselves; `peers_per_step`={peers_per_step} gives {loop}."
+            f"npeer_directed_exponential: with `peers_per_step`={peers_per_step} nodes would send "
+            f"to themselves, since a multiple of `num_nodes`={num_nodes} is a distance."
         )
-    return circulant(
-        "npeer_directed_exponential", num_nodes, distances, peers_per_step, dedupe=dedupe
-    )
+    name = "npeer_directed_exponential"
+    return circulant(name, num_nodes, lambda n: distances, peers_per_step, dedupe=dedupe)
 
 
 def directed_exponential(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
@@ -125,7 +126,7 @@ def directed_exponential(num_nodes: int, *, peers_per_step: int = 1, dedupe: boo
 
     Source: FairScale 0.4.13 `DynamicDirectedExponentialGraph`.
     """
-    distances = both_ways(powers_below(2, as_size("num_nodes", num_nodes)))
+    distances = lambda n: both_ways(powers_below(2, n))  # noqa: E731
     return circulant("directed_exponential", num_nodes, distances, peers_per_step, dedupe=dedupe)
 
 
@@ -147,8 +148,7 @@ def bipartite_exponential(
 
     Source: FairScale 0.4.13 `DynamicBipartiteExponentialGraph`.
     """
-    num_nodes = as_size("num_nodes", num_nodes)
-    distances = [1] + [1 + power for power in powers_below(2, num_nodes)[1:]]
+    distances = lambda n: [1] + [1 + power for power in powers_below(2, n)[1:]]  # noqa: E731
     return _bipartite_circulant(
         "bipartite_exponential", num_nodes, distances, peers_per_step, dedupe
     )
@@ -171,11 +171,8 @@ def symmetric_exponential(num_nodes: int, *, peers_per_step: int | None = None) 
     Source: Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training",
       NeurIPS 2021.
     """
-    num_nodes = as_size("num_nodes", num_nodes)
-    distances = powers_below(2, num_nodes // 2 + 1)
-    return circulant(
-        "symmetric_exponential", num_nodes, both_ways(distances), peers_per_step, dedupe=True
-    )
+    distances = lambda n: both_ways(powers_below(2, n // 2 + 1))  # noqa: E731
+    return circulant("symmetric_exponential", num_nodes, distances, peers_per_step, dedupe=True)
 
 
 def ring(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
@@ -194,9 +191,8 @@ def ring(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Gr
 
     Source: FairScale 0.4.13 `RingGraph`.
     """
-    return circulant(
-        "ring", num_nodes, both_ways([1]), peers_per_step, dedupe=dedupe, is_dynamic=False
-    )
+    ways = lambda n: [1, -1]  # noqa: E731
+    return circulant("ring", num_nodes, ways, peers_per_step, dedupe=dedupe, is_dynamic=False)
 
 
 def directed_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
@@ -215,7 +211,7 @@ def directed_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = F
 
     Source: FairScale 0.4.13 `DynamicDirectedLinearGraph`.
     """
-    distances = both_ways(range(1, as_size("num_nodes", num_nodes), 2))
+    distances = lambda n: both_ways(range(1, n, 2))  # noqa: E731
     return circulant("directed_linear", num_nodes, distances, peers_per_step, dedupe=dedupe)
 
 
@@ -235,9 +231,8 @@ def bipartite_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = 
 
     Source: FairScale 0.4.13 `DynamicBipartiteLinearGraph`.
     """
-    num_nodes = as_size("num_nodes", num_nodes)
-    distances = range(1, num_nodes, 2)
-    return _bipartite_circulant("bipartite_linear", num_nodes, distances, peers_per_step, dedupe)
+    odd = lambda n: range(1, n, 2)  # noqa: E731
+    return _bipartite_circulant("bipartite_linear", num_nodes, odd, peers_per_step, dedupe)
 
 
 def complete(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
@@ -254,8 +249,7 @@ def complete(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
     Raises:
       ValueError: sizes below 1, more peers than there are other nodes.
     """
-    num_nodes = as_size("num_nodes", num_nodes)
-    return circulant("complete", num_nodes, range(1, num_nodes), peers_per_step)
+    return circulant("complete", num_nodes, lambda n: range(1, n), peers_per_step)
 
 
 # Graphs whose phone books are built row by row: fixed neighbours, matchings, two levels.

@@ -58,19 +58,6 @@ def accepts(value: Any, *arguments: str) -> bool:
     return True
 
 
-def describe_value(value: Any) -> str:
-    """Return text for messages: a function with its parameters, or the `repr` of other values."""
-    try:
-        return f"{value.__name__}, which takes ({parameters(value)})"
-    except (AttributeError, TypeError, ValueError):
-        return repr(value)
-
-
-def parameters(function: Any) -> str:
-    """Return the names of a function's parameters, separated by commas."""
-    return ", ".join(inspect.signature(function).parameters)
-
-
 Edge = tuple[int, int]  # (source, destination)
 
 
@@ -251,10 +238,9 @@ class Graph:
         check_connectivity(self.name, self.num_nodes, in_use)
         if self.num_rounds > MAX_ROUNDS:
             raise ValueError(
-                f"{self.name}({self.num_nodes}): a rotation must have at most {MAX_ROUNDS} "
-                f"exchanges, and rows of lengths {sorted(set(map(len, self.phone_book)))} take "
-                f"{self.num_rounds} until all start over together; make them equally long, by "
-                "repeating peers, or send to all of them every time."
+                f"{self.name}({self.num_nodes}): rows of lengths "
+                f"{sorted(set(map(len, self.phone_book)))} start over together after "
+                f"{self.num_rounds} exchanges, more than {MAX_ROUNDS}: make them equally long."
             )
 
     @cached_property
@@ -381,8 +367,7 @@ def check_graph(owner: str, graph: Any) -> None:
     """
     if graph is None or isinstance(graph, Graph) or accepts(graph, "num_nodes"):
         return
-    hint = "; did you mean `mixing`?" if accepts(graph, "graph", "step") else "."
     raise ValueError(
         f"{owner}: `graph` must be a js.topology.Graph, a function of the number of nodes that "
-        f"makes one, or None, got {describe_value(graph)}{hint}"
+        f"makes one, or None, got {graph!r}."
     )

@@ -437,8 +437,8 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
         count -= 1
     if late := [x for x in parts[:count] if isinstance(x, ParameterTransform)]:
         raise ValueError(
-            f"chain: nothing but parameter transforms may follow {late[0]!r}: it would change the "
-            "difference that leads to the synchronised parameters, and replicas would drift apart."
+            f"chain: nothing but parameter transforms may follow {late[0]!r}: it would change "
+            "where the exchange leads, and replicas would drift apart."
         )
     every = [over_stages(part) for part in parts]
     first, last = every[:count], every[count:]
@@ -562,9 +562,8 @@ def _warn_of_copies(state: PyTree, shifted: Counter[str]) -> None:
     names = sorted(Counter(moving_states(state)) - shifted)
     if names and holds_state(state, "parameters"):
         warn_user(
-            f"init: `tx` holds an optimizer that remembers parameters ({', '.join(names)}) and a "
-            "parameter transform, whose exchange it undoes. Make the chain by js.chain, whose "
-            "copies move along, or pass the two as `optimizer` and `sync` of js.make_train_step."
+            f"init: `tx` holds an optimizer that remembers parameters ({', '.join(names)}), and "
+            "undoes exchanges: make the chain by js.chain, or pass js.make_train_step both."
         )
 
 

@@ -133,9 +133,8 @@ def _parts(moments: PyTree, params: PyTree) -> tuple[list[Any], Any, dict[int, s
         if path[:-1] not in nodes and np.ndim(x) and _is_floating(x):
             raise ArgumentError(
                 "inner_state",
-                "`inner_state` changes what an optimizer keeps in trees like the parameters, and "
-                f"this one has {x.dtype}{list(x.shape)} in another form: leave out what brings it "
-                'there, or use inner_state="keep".',
+                "`inner_state` changes trees like the parameters in an optimizer's state, and "
+                f"this one has {x.dtype}{list(x.shape)} in another form: leave out what brings it there.",
             )
     names = {
         i: keystr(path[-1:], simple=True)

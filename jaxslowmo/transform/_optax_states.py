@@ -19,6 +19,7 @@ Other copies are *reference points*, such as the initial parameters of DoG, whos
 the distance from them. They are the same on all replicas and are not shifted.
 """
 
+import contextlib
 import functools
 import typing
 from collections import OrderedDict
@@ -171,12 +172,10 @@ def check_order(owner: str, state: PyTree) -> None:
         moves = [holds_state(member, "parameters") for _, member in members]
         if moves != sorted(moves):
             first = moves.index(True)
-            before, late = members[first], members[moves.index(False, first)]
+            (place, before), (where, late) = members[first], members[moves.index(False, first)]
             raise ValueError(
-                f"{owner}: `tx` is a chain in which something follows a parameter transform, "
-                f"which must come last: after {before[0]}, {type(before[1]).__name__}, stands "
-                f"{late[0]}, {type(late[1]).__name__}. It would change the difference that leads "
-                "to the synchronised parameters, and replicas would drift apart: put it before."
+                f"{owner}: `tx` is a chain in which a parameter transform must come last, and after "
+                f"{place}, {type(before).__name__}, stands {where}, {type(late).__name__}."
             )
         for _, member in members:
             check_order(owner, member)
@@ -275,12 +274,10 @@ def _known_classes() -> dict[type, Known]:
     """Return the table by class, of the classes and fields that the installed optax has."""
     known = {}
     for path, row in _OPTAX.items():
-        try:
+        with contextlib.suppress(AttributeError):
             kind = attrgetter(path)(optax)
-        except AttributeError:
-            continue
-        if {*row.moves, *row.stays} <= {*kind._fields}:
-            known[kind] = row
+            if {*row.moves, *row.stays} <= {*kind._fields}:
+                known[kind] = row
     return known
 
 
@@ -434,7 +431,6 @@ def _add_shift(name: str, copies: PyTree, shift: PyTree) -> PyTree:
         return jax.tree.map(one, copies, shift, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     except ValueError:
         raise ValueError(
-            f"{name}, a copy of the parameters in the optimizer's state, must move with them when "
-            "they are synchronised, and is no tree like the parameters. Leave out what brings it "
-            "into another form, such as optax.flatten."
+            f"{name}, a copy of the parameters in the optimizer's state, must move with them, and is "
+            "no tree like them: leave out what brings it into another form, such as optax.flatten."
         ) from None

@@ -74,11 +74,9 @@ def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisNa
         names = leaf_names(params)
         wrong = [f"{names[i]} (over {axes})" for i, axes in missing.items()]
         raise ValueError(
-            f"{owner}: parameters and updates must differ between replicas, and by their types "
-            f"these do not, so jax has summed their gradients over the replicas already: "
-            f"{', '.join(wrong)}. Give every replica its own parameters (`js.replicate`, in_specs "
-            "P(axis_name)), or mark them before differentiating: `jax.lax.pcast(params, axis_name, "
-            'to="varying")`.'
+            f"{owner}: by their types these are equal on all replicas, so jax has summed their "
+            f"gradients: {', '.join(wrong)}. Use `js.replicate`, or before differentiating "
+            '`jax.lax.pcast(params, axis_name, to="varying")`.'
         )
 
 
@@ -103,10 +101,7 @@ def check_weight(owner: str, weight: Any) -> jax.Array | None:
 
 
 _MUCH = 0.1  # share of a sharded state's bytes that may stay whole without a warning
-_WHOLE_ANYWHERE = (
-    "The state is sharded over that axis; with `shard_state=False` each replica has all of it, and "
-    "`init` works anywhere."
-)
+_WHOLE_ANYWHERE = "Or with `shard_state=False` each replica has all of the state."
 
 
 class ExchangeState(NamedTuple):
@@ -368,9 +363,8 @@ class _Pair:
         if self._algorithm.inner_state != "keep" and init is None:
             raise ArgumentError(
                 "inner_state",
-                f"{owner}: `inner_state`={self._algorithm.inner_state!r} changes the state of the "
-                "optimizer, which a transform alone does not see: use js.make_train_step or "
-                'js.chain, not an optax.chain, or inner_state="keep".',
+                f"{owner}: `inner_state`={self._algorithm.inner_state!r} changes the optimizer's state, "
+                "which an optax.chain does not show: use js.make_train_step or js.chain.",
             )
         algorithm = self._bind_algorithm(params, stacked)
         fields = [event.field for event in algorithm.events if event.field is not None]
@@ -429,9 +423,8 @@ class _Pair:
         found = [sum(map(event.matches, names)) for event in algorithm.events]
         if not isinstance(phase, tuple) or max(found, default=0) > 1 or sum(found) < len(names):
             raise ValueError(
-                f"{algorithm.owner}: `phase` must come from `transform.phase(t)`, a tuple of names "
-                f"of events out of {[event.name_in_phase(0) for event in algorithm.events]}, got "
-                f"{phase!r}."
+                f"{algorithm.owner}: `phase` must come from `transform.phase(t)`, with names out of "
+                f"{[event.name_in_phase(0) for event in algorithm.events]}, got {phase!r}."
             )
 
     def _check_state(self, state: PyTree, params: PyTree) -> None:
@@ -444,8 +437,7 @@ class _Pair:
         if actual != expected:
             raise ValueError(
                 f"{self._owner}: `state` must be what this transform's `init` makes for these "
-                f"parameters, {_describe_form(expected)}, got {_describe_form(actual)}: was it "
-                "made by another transform, or with other arguments?"
+                f"parameters, {_describe_form(expected)}, got {_describe_form(actual)}."
             )
 
     def _kind(self, params: PyTree) -> Hashable:

@@ -773,9 +773,8 @@ def checked_group(
     replicas = set(axis_names(axis_name))
     if stacked := [x for x in specs if replicas & {n for e in x for n in axis_names(e or ())}]:
         raise ValueError(
-            f"{owner}: `param_specs` are of one copy of the parameters and must not name the axis "
-            f"of the replicas, {axis_name!r}, got {stacked[0]}. Off stacked leaves they are read "
-            "as `P(*leaf.sharding.spec[1:])`."
+            f"{owner}: `param_specs` are of one copy of the parameters, `P(*leaf.sharding.spec[1:])` "
+            f"of stacked ones, and must not name the axis {axis_name!r}, got {stacked[0]}."
         )
     if codec is not None and not isinstance(codec, Codec):
         raise ArgumentError(
