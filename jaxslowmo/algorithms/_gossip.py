@@ -35,7 +35,7 @@ from ..transform import (
     phase_scope,
     run_one_of,
 )
-from ..tree import Buffer, Flats, TreePacking, add, at_least_float32, cached_cast, cast, subtract
+from ..tree import Buffer, BufferPlan, Flats, add, at_least_float32, cached_cast, cast, subtract
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class Gossip:
         return [packing.unpack(flats), received.astype(jnp.float32), kept]
 
     def _run(
-        self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: TreePacking
+        self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: BufferPlan
     ) -> tuple[Flats, jax.Array, jax.Array]:
         # Weights that are equal on all nodes need not be sent.
         weights = [

@@ -378,8 +378,8 @@ def _infer_mesh(params: PyTree) -> tuple[Mesh, str, Callable[[Any], Any]]:
     wrong = [name for name, its in names if its is None or its != devices]
     if devices is None or wrong:  # the first is so only if all are wrong
         raise ValueError(
-            "consensus: `mesh` must be given unless each leaf holds one replica on each of the same "
-            f"devices, as jax.pmap returns it; not so {', '.join(wrong)}."
+            "consensus: `mesh` must be given unless each leaf holds one replica on each of "
+            f"the same devices, as jax.pmap returns it; not so {', '.join(wrong)}."
         )
     is_local = all(d.process_index == jax.process_index() for d in devices)
     if jax.process_count() == 1 or not is_local:

@@ -305,7 +305,7 @@ def replicate_argument(name: str, params: PyTree, *, mesh: AnyMesh, axis_name: A
     if split := [n for n, x in leaves if over & model_axes(x, mesh, ())]:
         warn_user(
             f"replicate: `{name}` are sharded over the axis of the replicas, {axis_name!r}, so "
-            f"they are gathered: {', '.join(split[:_NUM_VALUES])}. To keep them so, shard over another axis."
+            f"they are gathered: {', '.join(split[:_NUM_VALUES])}. Shard over another axis."
         )
     compare_trees(params, with_values=True, name=name)
     placed = put_on_all_devices(params, mesh)

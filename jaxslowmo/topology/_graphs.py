@@ -16,26 +16,26 @@ from ._phone_book import Graph, as_size, check_even, from_phone_book, reachable,
 def circulant(
     name: str,
     num_nodes: int,
-    distances: Callable[[int], Iterable[int]],
+    distances: Iterable[int],
     peers_per_step: int | None,
     *,
     dedupe: bool = False,
     is_dynamic: bool = True,
     is_bipartite: bool = False,
 ) -> Graph:
-    """Return the graph in which node i sends to i + d for all d in `distances(num_nodes)`, in order.
+    """Return the graph in which node i sends to i + d for every d in `distances`, in their order.
 
     Args:
       name: name of the public function, for messages.
       num_nodes: number of nodes; a single one has no peers.
-      distances: numbers of nodes between sender and peer, positive or negative, of `num_nodes`.
+      distances: numbers of nodes between sender and peer, positive or negative.
       peers_per_step: number of peers per exchange; None sends to all at once, without rotation.
       dedupe: keep only the first of equal peers.
       is_dynamic: whether the graph rotates through its phone book.
       is_bipartite: whether every edge must join an even and an odd node.
     """
     num_nodes = as_size("num_nodes", num_nodes)
-    steps = list(distances(num_nodes)) if num_nodes > 1 else []
+    steps = list(distances) if num_nodes > 1 else []
     rows = tuple(tuple((node + d) % num_nodes for d in steps) for node in range(num_nodes))
     if not isinstance(dedupe, bool):
         raise ValueError(f"{name}: `dedupe` must be True or False, got {dedupe!r}.")
@@ -47,15 +47,11 @@ def circulant(
 
 
 def _bipartite_circulant(
-    name: str,
-    num_nodes: int,
-    distances: Callable[[int], Iterable[int]],
-    peers_per_step: int,
-    dedupe: bool,
+    name: str, num_nodes: int, distances: Iterable[int], peers_per_step: int, dedupe: bool
 ) -> Graph:
     """Return the graph of odd distances, forwards and backwards, between even and odd nodes."""
-    check_even(name, as_size("num_nodes", num_nodes))
-    both = lambda n: both_ways(distances(n))  # noqa: E731
+    check_even(name, num_nodes)
+    both = both_ways(distances)
     return circulant(name, num_nodes, both, peers_per_step, dedupe=dedupe, is_bipartite=True)
 
 
@@ -106,8 +102,9 @@ def npeer_directed_exponential(
             f"npeer_directed_exponential: with `peers_per_step`={peers_per_step} nodes would send "
             f"to themselves, since a multiple of `num_nodes`={num_nodes} is a distance."
         )
-    name = "npeer_directed_exponential"
-    return circulant(name, num_nodes, lambda n: distances, peers_per_step, dedupe=dedupe)
+    return circulant(
+        "npeer_directed_exponential", num_nodes, distances, peers_per_step, dedupe=dedupe
+    )
 
 
 def directed_exponential(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
@@ -126,7 +123,7 @@ def directed_exponential(num_nodes: int, *, peers_per_step: int = 1, dedupe: boo
 
     Source: FairScale 0.4.13 `DynamicDirectedExponentialGraph`.
     """
-    distances = lambda n: both_ways(powers_below(2, n))  # noqa: E731
+    distances = both_ways(powers_below(2, as_size("num_nodes", num_nodes)))
     return circulant("directed_exponential", num_nodes, distances, peers_per_step, dedupe=dedupe)
 
 
@@ -148,7 +145,8 @@ def bipartite_exponential(
 
     Source: FairScale 0.4.13 `DynamicBipartiteExponentialGraph`.
     """
-    distances = lambda n: [1] + [1 + power for power in powers_below(2, n)[1:]]  # noqa: E731
+    num_nodes = as_size("num_nodes", num_nodes)
+    distances = [1] + [1 + power for power in powers_below(2, num_nodes)[1:]]
     return _bipartite_circulant(
         "bipartite_exponential", num_nodes, distances, peers_per_step, dedupe
     )
@@ -171,8 +169,11 @@ def symmetric_exponential(num_nodes: int, *, peers_per_step: int | None = None) 
     Source: Ying et al., "Exponential Graph is Provably Efficient for Decentralized Deep Training",
       NeurIPS 2021.
     """
-    distances = lambda n: both_ways(powers_below(2, n // 2 + 1))  # noqa: E731
-    return circulant("symmetric_exponential", num_nodes, distances, peers_per_step, dedupe=True)
+    num_nodes = as_size("num_nodes", num_nodes)
+    distances = powers_below(2, num_nodes // 2 + 1)
+    return circulant(
+        "symmetric_exponential", num_nodes, both_ways(distances), peers_per_step, dedupe=True
+    )
 
 
 def ring(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
@@ -191,8 +192,9 @@ def ring(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Gr
 
     Source: FairScale 0.4.13 `RingGraph`.
     """
-    ways = lambda n: [1, -1]  # noqa: E731
-    return circulant("ring", num_nodes, ways, peers_per_step, dedupe=dedupe, is_dynamic=False)
+    return circulant(
+        "ring", num_nodes, both_ways([1]), peers_per_step, dedupe=dedupe, is_dynamic=False
+    )
 
 
 def directed_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = False) -> Graph:
@@ -211,7 +213,7 @@ def directed_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = F
 
     Source: FairScale 0.4.13 `DynamicDirectedLinearGraph`.
     """
-    distances = lambda n: both_ways(range(1, n, 2))  # noqa: E731
+    distances = both_ways(range(1, as_size("num_nodes", num_nodes), 2))
     return circulant("directed_linear", num_nodes, distances, peers_per_step, dedupe=dedupe)
 
 
@@ -231,8 +233,9 @@ def bipartite_linear(num_nodes: int, *, peers_per_step: int = 1, dedupe: bool = 
 
     Source: FairScale 0.4.13 `DynamicBipartiteLinearGraph`.
     """
-    odd = lambda n: range(1, n, 2)  # noqa: E731
-    return _bipartite_circulant("bipartite_linear", num_nodes, odd, peers_per_step, dedupe)
+    num_nodes = as_size("num_nodes", num_nodes)
+    distances = range(1, num_nodes, 2)
+    return _bipartite_circulant("bipartite_linear", num_nodes, distances, peers_per_step, dedupe)
 
 
 def complete(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
@@ -249,7 +252,8 @@ def complete(num_nodes: int, *, peers_per_step: int | None = None) -> Graph:
     Raises:
       ValueError: sizes below 1, more peers than there are other nodes.
     """
-    return circulant("complete", num_nodes, lambda n: range(1, n), peers_per_step)
+    num_nodes = as_size("num_nodes", num_nodes)
+    return circulant("complete", num_nodes, range(1, num_nodes), peers_per_step)
 
 
 # Graphs whose phone books are built row by row: fixed neighbours, matchings, two levels.

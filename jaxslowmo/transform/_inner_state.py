@@ -134,7 +134,7 @@ def _parts(moments: PyTree, params: PyTree) -> tuple[list[Any], Any, dict[int, s
             raise ArgumentError(
                 "inner_state",
                 "`inner_state` changes trees like the parameters in an optimizer's state, and "
-                f"this one has {x.dtype}{list(x.shape)} in another form: leave out what brings it there.",
+                f"this one has {x.dtype}{list(x.shape)} in another form: leave that out.",
             )
     names = {
         i: keystr(path[-1:], simple=True)

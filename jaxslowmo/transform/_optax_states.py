@@ -174,8 +174,8 @@ def check_order(owner: str, state: PyTree) -> None:
             first = moves.index(True)
             (place, before), (where, late) = members[first], members[moves.index(False, first)]
             raise ValueError(
-                f"{owner}: `tx` is a chain in which a parameter transform must come last, and after "
-                f"{place}, {type(before).__name__}, stands {where}, {type(late).__name__}."
+                f"{owner}: `tx` is a chain in which a parameter transform must come last, and "
+                f"after {place}, {type(before).__name__}, stands {where}, {type(late).__name__}."
             )
         for _, member in members:
             check_order(owner, member)
@@ -431,6 +431,6 @@ def _add_shift(name: str, copies: PyTree, shift: PyTree) -> PyTree:
         return jax.tree.map(one, copies, shift, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     except ValueError:
         raise ValueError(
-            f"{name}, a copy of the parameters in the optimizer's state, must move with them, and is "
-            "no tree like them: leave out what brings it into another form, such as optax.flatten."
+            f"{name}, a copy of the parameters in the optimizer's state, must move with them, and "
+            "is no tree like them: leave out what brings it into another form, such as optax.flatten."
         ) from None

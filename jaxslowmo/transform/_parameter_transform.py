@@ -363,8 +363,8 @@ class _Pair:
         if self._algorithm.inner_state != "keep" and init is None:
             raise ArgumentError(
                 "inner_state",
-                f"{owner}: `inner_state`={self._algorithm.inner_state!r} changes the optimizer's state, "
-                "which an optax.chain does not show: use js.make_train_step or js.chain.",
+                f"{owner}: `inner_state`={self._algorithm.inner_state!r} changes the state "
+                "of the optimizer, which an optax.chain does not show: use js.make_train_step or js.chain.",
             )
         algorithm = self._bind_algorithm(params, stacked)
         fields = [event.field for event in algorithm.events if event.field is not None]
@@ -423,7 +423,7 @@ class _Pair:
         found = [sum(map(event.matches, names)) for event in algorithm.events]
         if not isinstance(phase, tuple) or max(found, default=0) > 1 or sum(found) < len(names):
             raise ValueError(
-                f"{algorithm.owner}: `phase` must come from `transform.phase(t)`, with names out of "
+                f"{algorithm.owner}: `phase` must come from `transform.phase(t)`, names out of "
                 f"{[event.name_in_phase(0) for event in algorithm.events]}, got {phase!r}."
             )
 

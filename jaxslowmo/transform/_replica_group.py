@@ -56,7 +56,7 @@ from ..mesh import (
 )
 from ..tree import (
     Buffer,
-    TreePacking,
+    BufferPlan,
     at_least_float32,
     leaf_names,
     note_buffers,
@@ -536,7 +536,7 @@ def _mean(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None, role: str
     def mean_of_buffer(buffer: Buffer, flat: jax.Array) -> jax.Array:
         if len(buffer.pieces) == 1 and local is None:
             # The compiler leaves out both reshapes, and with them the copies of packing.
-            flat = flat.reshape(packing.plan.shapes[buffer.leaves[0]])
+            flat = flat.reshape(packing.shapes[buffer.leaves[0]])
         if uses_blocks(flat):
             return exchange_in_blocks(lambda x: [mean_of(x)], flat)[0].reshape(-1)
         return mean_of(flat).reshape(-1)
@@ -648,12 +648,12 @@ def _buffers(
         if _is_alone(group, [x], [cuts[i]])
     ]
     rest = [k for k in range(len(cut)) if k not in alone]
-    buffers = packing_of([wide[k] for k in rest], group).plan.buffers
+    buffers = packing_of([wide[k] for k in rest], group).buffers
     found = [[rest[label] for label in dict.fromkeys(buffer.leaves)] for buffer in buffers]
     found += [[k] for k in alone]
     if role is not None:
         names = leaf_names(tree)
-        note_buffers(role, plan_buffers(wide, buckets=found), [names[i] for i in cut])
+        note_buffers(role, plan_buffers(wide, buckets=found).buffers, [names[i] for i in cut])
     return [[cut[k] for k in places] for places in found]
 
 
@@ -773,8 +773,8 @@ def checked_group(
     replicas = set(axis_names(axis_name))
     if stacked := [x for x in specs if replicas & {n for e in x for n in axis_names(e or ())}]:
         raise ValueError(
-            f"{owner}: `param_specs` are of one copy of the parameters, `P(*leaf.sharding.spec[1:])` "
-            f"of stacked ones, and must not name the axis {axis_name!r}, got {stacked[0]}."
+            f"{owner}: `param_specs` are of one copy of the parameters, as `P(*leaf.sharding.spec[1:])`, "
+            f"and must not name the axis of the replicas, {axis_name!r}, got {stacked[0]}."
         )
     if codec is not None and not isinstance(codec, Codec):
         raise ArgumentError(
@@ -787,7 +787,7 @@ def checked_group(
 
 def packing_of(
     tree: PyTree, replicas: ReplicaGroup, *, alone_bytes: int | None = None
-) -> TreePacking:
+) -> BufferPlan:
     """Return the packing of trees like `tree`, of a device's blocks, in the group's buffers.
 
     Leaves of at least `alone_bytes` have a buffer each; None packs all.
@@ -803,7 +803,7 @@ def _plan_packing(
     types: tuple[tuple[tuple[int, ...], np.dtype], ...],
     bucket_bytes: int | None,
     alone_bytes: int | None,
-) -> TreePacking:
-    like = [jax.ShapeDtypeStruct(*each) for each in types]
+) -> BufferPlan:
+    like = treedef.unflatten([jax.ShapeDtypeStruct(*each) for each in types])
     limits = None if bucket_bytes is None else (bucket_bytes,)
-    return TreePacking(treedef, plan_buffers(like, limits=limits, alone_bytes=alone_bytes))
+    return plan_buffers(like, limits=limits, alone_bytes=alone_bytes)

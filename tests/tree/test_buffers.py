@@ -102,11 +102,11 @@ def test_buckets_may_be_given_and_float64_keeps_a_buffer_of_its_own():
 def test_programs_note_their_buffers_once():
     tree = {"a": jnp.zeros((2, 3)), "b": jnp.zeros(4, jnp.bfloat16)}
     plan = plan_buffers(tree)
-    note_buffers("average", plan, ["a", "b"])  # nobody listens
+    note_buffers("average", plan.buffers, ["a", "b"])  # nobody listens
     with noted_buffers() as notes:
         for _ in range(2):
-            note_buffers("average", plan, ["a", "b"])
-        note_buffers("slow", plan, ["a", "b"])
+            note_buffers("average", plan.buffers, ["a", "b"])
+        note_buffers("slow", plan.buffers, ["a", "b"])
         assert notes == []
     found = [(n.exchange, n.dtype, n.size_bytes, n.leaves) for n in notes]
     both = [("float32", 24, ("a",)), ("bfloat16", 8, ("b",))]
