@@ -75,6 +75,16 @@ def as_number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+def checked_share(owner: str, argument: str, value: Any) -> float:
+    """Return a share in (0, 1]; raise `ValueError` for another value."""
+    number = as_number(value)
+    if number is None or not 0 < number <= 1:
+        raise ArgumentError(
+            argument, f"{owner}: `{argument}` must be a number in (0, 1], got {value!r}."
+        )
+    return number
+
+
 def checks_flags(owner: str) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
     """Let a public function refuse, by name, all but True and False for arguments that are bools.
 
@@ -149,16 +159,6 @@ def warn_once() -> Callable[[str], None]:
 
 def _package_of(module_globals: dict[str, object]) -> str:
     return str(module_globals.get("__name__", "")).partition(".")[0]
-
-
-def checked_share(owner: str, argument: str, value: Any) -> float:
-    """Return a share in (0, 1]; raise `ValueError` for another value."""
-    number = as_number(value)
-    if number is None or not 0 < number <= 1:
-        raise ArgumentError(
-            argument, f"{owner}: `{argument}` must be a number in (0, 1], got {value!r}."
-        )
-    return number
 
 
 class Settings(NamedTuple):

@@ -31,7 +31,7 @@ from ..mesh import (
 )
 from ..tree import Staged
 from ._due import Communicate, logical_and, logical_or
-from ._optax_states import WithSpec, check_order, gradient_state, holds_state, moving_states
+from ._optax_states import TypedTransform, check_order, gradient_state, holds_state, moving_states
 from ._parameter_transform import ParameterTransform
 from ._replica_group import check_axis_argument
 
@@ -209,7 +209,7 @@ def spec_of(transform: optax.GradientTransformation) -> Reduction:
     return _IDENTITY if code is _UPDATE_OF_IDENTITY.__code__ else _UNKNOWN
 
 
-class GradientTransform(WithSpec):
+class GradientTransform(TypedTransform):
     """An optax transform of gradients with a description of what it does.
 
     All gradient transforms of this package are such, and `js.gradient_transform` makes one from

@@ -80,7 +80,13 @@ def moment_events(
       ValueError: an argument `inner_state` that is no `InnerPeriods`, or a period below 1.
     """
     if not isinstance(inner_state, Mapping):
-        return check_inner_state(owner, inner_state), ()
+        if inner_state not in get_args(InnerState):
+            raise ArgumentError(
+                "inner_state",
+                f"{owner}: `inner_state` must be one of {get_args(InnerState)}, or map fields of "
+                f'optax states to periods, such as {{"mu": js.every(96)}}, got {inner_state!r}.',
+            )
+        return inner_state, ()
 
     def run(carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, field: str) -> Carry:
         return update_moments(carry, carry, replicas, context, "average", field)
@@ -104,17 +110,6 @@ def check_fields(owner: str, fields: list[str], moments: PyTree, params: PyTree)
         parts, _, names = _parts(moments, params)
         known = {name: None for i, name in names.items() if _is_floating(parts[i])}
         check_names(f"{owner}: `inner_state`", fields, list(known), "moments of this optimizer")
-
-
-def check_inner_state(owner: str, inner_state: Any) -> InnerState:
-    """Return the argument `inner_state`; raise `ValueError` unless it is one."""
-    if inner_state not in get_args(InnerState):
-        raise ArgumentError(
-            "inner_state",
-            f"{owner}: `inner_state` must be one of {get_args(InnerState)}, or map fields of optax "
-            f'states to periods, such as {{"mu": js.every(96)}}, got {inner_state!r}.',
-        )
-    return inner_state
 
 
 def _parts(moments: PyTree, params: PyTree) -> tuple[list[Any], Any, dict[int, str]]:

@@ -45,7 +45,12 @@ class TypedTransform(optax.GradientTransformationExtraArgs):
     parameters vary over, and each update returns it typed as it was, so that it can be carried by a
     loop or leave the `shard_map` as it came in. Results of means stay typed as equal. Elsewhere
     both functions are called as they are.
+
+    Attributes:
+      settings: the factory of this package that made it, and its arguments; None for other ones.
     """
+
+    settings: Settings | None = None
 
     def __new__(cls, init: Callable[[PyTree], PyTree], update: Callable[..., Any]) -> Self:
         """Make the transform of two functions, which need not care for these types."""
@@ -64,16 +69,6 @@ class TypedTransform(optax.GradientTransformationExtraArgs):
             return updates, match_varying(after, state) if tracks_types() else after
 
         return super().__new__(cls, typing.cast("optax.TransformInitFn", typed_init), typed_update)
-
-
-class WithSpec(TypedTransform):
-    """An optax transform that holds more than its two functions, which copies keep.
-
-    Attributes:
-      settings: the factory of this package that made it, and its arguments; None for other ones.
-    """
-
-    settings: Settings | None = None
 
     # `copy` makes a tuple from its items, without other attributes. Copies of any depth share
     # functions, so a transform is its own copy.
@@ -432,5 +427,5 @@ def _add_shift(name: str, copies: PyTree, shift: PyTree) -> PyTree:
     except ValueError:
         raise ValueError(
             f"{name}, a copy of the parameters in the optimizer's state, must move with them, and "
-            "is no tree like them: leave out what brings it into another form, such as optax.flatten."
+            "is no tree like them: leave out what brings it there, such as optax.flatten."
         ) from None

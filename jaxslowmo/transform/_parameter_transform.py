@@ -39,65 +39,9 @@ from ..tree import (
 from ._algorithm import Algorithm, Carry, UpdateContext
 from ._due import Communicate, increment, instants
 from ._inner_state import check_fields
-from ._optax_states import WithSpec, moving_states, register_state
+from ._optax_states import TypedTransform, moving_states, register_state
 from ._replica_group import ReplicaGroup, check_axis_argument
 from ._stacked import StackedReplicas, cut_spec
-
-
-def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
-    """Return `updates`, or zeros on a replica of weight 0, whose batch may hold anything."""
-    if weight is None:
-        return updates
-    # Select instead of multiplying: 0 * NaN is NaN.
-    alive = weight > 0
-    return jax.tree.map(lambda u: zero_unless(alive, jnp.asarray(u)), updates)
-
-
-def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisName) -> None:
-    """Raise `ValueError` for new parameters whose types say that they are equal on all replicas.
-
-    For parameters that are equal over an axis, `shard_map` with its default check sums gradients
-    over that axis.
-    """
-    tracked = [a for a in axis_names(axis_name) if axis_size(a) > 1 and checks_varying(a)]
-    if not tracked:
-        return
-    # If an update varies, so do the new parameters.
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=False)
-    missing = {
-        i: ", ".join(map(repr, axes))
-        for i, (p, u) in enumerate(pairs)
-        if (axes := [a for a in tracked if a not in varying_axes(p) | varying_axes(u)])
-    }
-    if missing:
-        # Naming thousands of leaves is slow, so it is done for a message only.
-        names = leaf_names(params)
-        wrong = [f"{names[i]} (over {axes})" for i, axes in missing.items()]
-        raise ValueError(
-            f"{owner}: by their types these are equal on all replicas, so jax has summed their "
-            f"gradients: {', '.join(wrong)}. Use `js.replicate`, or before differentiating "
-            '`jax.lax.pcast(params, axis_name, to="varying")`.'
-        )
-
-
-def check_weight(owner: str, weight: Any) -> jax.Array | None:
-    """Return `weight` as a () float32 array, or None.
-
-    Raises:
-      ValueError: not a real scalar, or a number of Python or NumPy that is below 0 or not finite.
-    """
-    if weight is None:
-        return None
-    # Arrays of jax are checked by type, since their values may be traced.
-    shape, dtype = jnp.shape(weight), jnp.result_type(weight)
-    if shape != () or not (jnp.issubdtype(dtype, jnp.floating) or dtype.kind in "biu"):
-        raise ValueError(
-            f"{owner}: `weight` must be a real scalar, this replica's share in the mean, got "
-            f"{dtype}{list(shape)}."
-        )
-    if not isinstance(weight, jax.Array) and not 0 <= float(weight) < math.inf:
-        raise ValueError(f"{owner}: `weight` must be >= 0 and finite, got {weight}.")
-    return jnp.asarray(weight).astype(jnp.float32)
 
 
 _MUCH = 0.1  # share of a sharded state's bytes that may stay whole without a warning
@@ -115,7 +59,7 @@ class ExchangeState(NamedTuple):
 register_state(ExchangeState, "parameters", needs_owner=True)
 
 
-class ParameterTransform(WithSpec):
+class ParameterTransform(TypedTransform):
     """An optax transform that comes last in a chain and sets the parameters themselves.
 
     Let y = params + updates. `update` returns the difference of the new parameters and `params`; if
@@ -363,8 +307,8 @@ class _Pair:
         if self._algorithm.inner_state != "keep" and init is None:
             raise ArgumentError(
                 "inner_state",
-                f"{owner}: `inner_state`={self._algorithm.inner_state!r} changes the state "
-                "of the optimizer, which an optax.chain does not show: use js.make_train_step or js.chain.",
+                f"{owner}: `inner_state`={self._algorithm.inner_state!r} changes the state of "
+                "the optimizer: use js.make_train_step or js.chain, not an optax.chain.",
             )
         algorithm = self._bind_algorithm(params, stacked)
         fields = [event.field for event in algorithm.events if event.field is not None]
@@ -448,6 +392,65 @@ class _Pair:
         return _form(params), sizes, mesh, specs_key(typed_specs(params))
 
 
+# Arguments of updates.
+
+
+def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
+    """Return `updates`, or zeros on a replica of weight 0, whose batch may hold anything."""
+    if weight is None:
+        return updates
+    # Select instead of multiplying: 0 * NaN is NaN.
+    alive = weight > 0
+    return jax.tree.map(lambda u: zero_unless(alive, jnp.asarray(u)), updates)
+
+
+def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisName) -> None:
+    """Raise `ValueError` for new parameters whose types say that they are equal on all replicas.
+
+    For parameters that are equal over an axis, `shard_map` with its default check sums gradients
+    over that axis.
+    """
+    tracked = [a for a in axis_names(axis_name) if axis_size(a) > 1 and checks_varying(a)]
+    if not tracked:
+        return
+    # If an update varies, so do the new parameters.
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=False)
+    missing = {
+        i: ", ".join(map(repr, axes))
+        for i, (p, u) in enumerate(pairs)
+        if (axes := [a for a in tracked if a not in varying_axes(p) | varying_axes(u)])
+    }
+    if missing:
+        # Naming thousands of leaves is slow, so it is done for a message only.
+        names = leaf_names(params)
+        wrong = [f"{names[i]} (over {axes})" for i, axes in missing.items()]
+        raise ValueError(
+            f"{owner}: by their types these are equal on all replicas, so jax has summed their "
+            f"gradients: {', '.join(wrong)}. Use `js.replicate`, or before differentiating "
+            '`jax.lax.pcast(params, axis_name, to="varying")`.'
+        )
+
+
+def check_weight(owner: str, weight: Any) -> jax.Array | None:
+    """Return `weight` as a () float32 array, or None.
+
+    Raises:
+      ValueError: not a real scalar, or a number of Python or NumPy that is below 0 or not finite.
+    """
+    if weight is None:
+        return None
+    # Arrays of jax are checked by type, since their values may be traced.
+    shape, dtype = jnp.shape(weight), jnp.result_type(weight)
+    if shape != () or not (jnp.issubdtype(dtype, jnp.floating) or dtype.kind in "biu"):
+        raise ValueError(
+            f"{owner}: `weight` must be a real scalar, this replica's share in the mean, got "
+            f"{dtype}{list(shape)}."
+        )
+    if not isinstance(weight, jax.Array) and not 0 <= float(weight) < math.inf:
+        raise ValueError(f"{owner}: `weight` must be >= 0 and finite, got {weight}.")
+    return jnp.asarray(weight).astype(jnp.float32)
+
+
 def _widen_update(update: Any) -> jax.Array:
     """Return an update in at least float32, as the optimizer has rounded it."""
     dtype = jnp.result_type(update)
@@ -492,6 +495,9 @@ def phase_name(phase: Phase) -> str:
     Communication: none.
     """
     return "+".join(phase) or "local"
+
+
+# The state in a training step, and where its arrays lie.
 
 
 def replica_types(stacked: PyTree) -> PyTree:

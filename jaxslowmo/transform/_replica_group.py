@@ -773,8 +773,8 @@ def checked_group(
     replicas = set(axis_names(axis_name))
     if stacked := [x for x in specs if replicas & {n for e in x for n in axis_names(e or ())}]:
         raise ValueError(
-            f"{owner}: `param_specs` are of one copy of the parameters, as `P(*leaf.sharding.spec[1:])`, "
-            f"and must not name the axis of the replicas, {axis_name!r}, got {stacked[0]}."
+            f"{owner}: `param_specs` are of one copy, `P(*leaf.sharding.spec[1:])` of stacked "
+            f"leaves, and must not name the axis of the replicas, {axis_name!r}, got {stacked[0]}."
         )
     if codec is not None and not isinstance(codec, Codec):
         raise ArgumentError(

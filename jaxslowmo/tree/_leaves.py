@@ -77,8 +77,8 @@ def check_arrays(owner: str, tree: PyTree) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"{owner}: every leaf must be an array, got {', '.join(wrong)}. Keep the rest of a model "
-            "out of the tree, as `eqx.partition(model, eqx.is_inexact_array)` does."
+            f"{owner}: every leaf must be an array, got {', '.join(wrong)}. Keep the rest of a "
+            "model out, as `eqx.partition(model, eqx.is_inexact_array)` does."
         )
 
 
