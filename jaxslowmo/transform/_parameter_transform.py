@@ -43,7 +43,6 @@ from ._optax_states import TypedTransform, moving_states, register_state
 from ._replica_group import ReplicaGroup, check_axis_argument
 from ._stacked import StackedReplicas, cut_spec
 
-
 _MUCH = 0.1  # share of a sharded state's bytes that may stay whole without a warning
 _WHOLE_ANYWHERE = "Or with `shard_state=False` each replica has all of the state."
 

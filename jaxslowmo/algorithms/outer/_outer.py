@@ -153,11 +153,10 @@ class _Outer:
         """Raise `ValueError` unless fragments, delay and merge fit the other arguments."""
         owner, merge = self.owner, self.merge
         checked_int(f"{owner}: `delay` counts updates and", self.delay, 0)
-        if isinstance(self.fragments, Layers):
-            check_fragment_schedules(owner, self.schedule, self.fragments.count, self.delay)
-        elif not callable(self.fragments):
+        if not isinstance(self.fragments, Layers) and not callable(self.fragments):
             checked_int(f"{owner}: `fragments`", self.fragments, 1)
-            check_fragment_schedules(owner, self.schedule, self.fragments, self.delay)
+        if (count := self.num_fragments) is not None:
+            check_fragment_schedules(owner, self.schedule, count, self.delay)
         if self.delay and self.schedule.before == "all":
             raise ArgumentError(
                 "delay",
@@ -182,8 +181,15 @@ class _Outer:
             )
 
     @property
+    def num_fragments(self) -> int | None:
+        """The number of fragments; None: a function gives it, and the parameters are not known."""
+        if isinstance(self.fragments, Layers):
+            return self.fragments.count
+        return (len(self.known) or None) if callable(self.fragments) else self.fragments
+
+    @property
     def to_moments(self) -> InnerState:
-        """It says what a slow step does to all moments."""
+        """What a slow step does to all moments."""
         return moment_events(self.owner, self.inner_state, self.group)[0]
 
     @functools.cached_property
@@ -245,21 +251,15 @@ class _Outer:
             has_anchor=True,
             bind=bound.algorithm,
         )
-        count = self.fragments
-        if isinstance(count, Layers):
-            count = count.count
-        elif callable(count):
-            if not known:
-                needs = (
-                    "`fragments` is a function, so phases are known for parameters alone: take "
-                    "those of `transform.bound(params=params)`, or of a training step."
-                )
-                return replace(algorithm, needs=needs)
-            count = len(known)
-            check_fragment_schedules(self.owner, self.schedule, count, self.delay)
-        if base.needs:
-            return replace(algorithm, needs=base.needs)
-        schedules = fragment_schedules(self.schedule, count, self.delay)
+        needs = base.needs
+        if bound.num_fragments is None:
+            needs = (
+                "`fragments` is a function, so phases are known for parameters alone: take those "
+                "of `transform.bound(params=params)`, or of a training step."
+            )
+        if needs or bound.num_fragments is None:
+            return replace(algorithm, needs=needs)
+        schedules = fragment_schedules(self.schedule, bound.num_fragments, self.delay)
         overlapped = None
         if self.delay and self.group.local_axis_name is None:
             # With devices that share a replica's work, its local steps hold collectives already,
