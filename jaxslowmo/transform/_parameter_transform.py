@@ -424,9 +424,8 @@ def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisNa
         names = leaf_names(params)
         wrong = [f"{names[i]} (over {axes})" for i, axes in missing.items()]
         raise ValueError(
-            f"{owner}: by their types these are equal on all replicas, so jax has summed their "
-            f"gradients: {', '.join(wrong)}. Use `js.replicate`, or before differentiating "
-            '`jax.lax.pcast(params, axis_name, to="varying")`.'
+            f"{owner}: parameters equal on all replicas by their types, whose gradients jax has summed: "
+            f"{', '.join(wrong)}. Use `js.replicate`, or `jax.lax.pcast` before differentiating."
         )
 
 

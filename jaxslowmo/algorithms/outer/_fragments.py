@@ -407,13 +407,12 @@ def _even_fragments(owner: str, count: int, params: PyTree, names: Sequence[str]
             f"{owner}: `fragments` must not be more than the leaves of the parameters, got "
             f"{count} for {len(sizes)} leaves.",
         )
-    layers = [tuple(run) for _, run in itertools.groupby(range(len(names)), _layers(names))]
-    if len(layers) < count:
-        layers = [(place,) for place in range(len(names))]
-    bytes_of_layers = [sum(sizes[place] for place in layer) for layer in layers]
-    ends = _cuts(bytes_of_layers, count)
+    runs = [tuple(run) for _, run in itertools.groupby(range(len(names)), _layers(names))]
+    if len(runs) < count:
+        runs = [(place,) for place in range(len(names))]
+    ends = _cuts([sum(sizes[place] for place in run) for run in runs], count)
     numbers = np.repeat(np.arange(count), np.diff([0, *ends]))
-    return [int(n) for n, layer in zip(numbers, layers, strict=True) for _ in layer]
+    return [int(n) for n, run in zip(numbers, runs, strict=True) for _ in run]
 
 
 def _layers(names: Sequence[str]) -> Callable[[int], str]:

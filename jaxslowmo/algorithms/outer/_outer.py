@@ -440,7 +440,7 @@ class _SlowStep:
         values, mass = self.weighted_values(carry)
         if self.outer.group.codec is not None:
             values, mass = self.displacement_to_send(values, mass, carry)
-        old = self.in_flight(carry)
+        old = self.flight(carry)
         one, rate = jnp.ones_like(old.mass), self.outer.rate_of(self.context)
         taken = old._replace(
             values=jax.tree.map(lambda new, like: new.astype(like.dtype), values, old.values),
@@ -452,12 +452,12 @@ class _SlowStep:
 
     def send(self, carry: Carry) -> Carry:
         """Average the next part of what is in flight."""
-        flight = average_part(self.in_flight(carry), self.replicas, self.outer.delay)
+        flight = average_part(self.flight(carry), self.replicas, self.outer.delay)
         return self.with_flight(carry, flight)
 
     def apply(self, carry: Carry) -> Carry:
         """Make the slow step with what has arrived, if all of it has."""
-        flight, replicas, rate = self.in_flight(carry), self.replicas, self.outer.rate
+        flight, replicas, rate = self.flight(carry), self.replicas, self.outer.rate
         average, has_weight = arrived_mean(flight, replicas)
         displacement = replicas.block(average)
         if self.outer.group.codec is None:
@@ -479,7 +479,7 @@ class _SlowStep:
         after = jax.tree.map(lambda new, old: jnp.where(is_whole, new, old), after[1:], carry[1:])
         return self.with_flight(Carry(carry.before, *after), flight.drop())
 
-    def in_flight(self, carry: Carry) -> InFlight:
+    def flight(self, carry: Carry) -> InFlight:
         """Return what is in flight of the fragment."""
         return carry.local["in_flight"][self.fragment.number]
 
