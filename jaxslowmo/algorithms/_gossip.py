@@ -209,7 +209,7 @@ class Gossip:
         """Return mean, weight and kept share, where the axes are mapped."""
 
         def run(index: int, operand: tuple[Flats, jax.Array]) -> tuple[Flats, jax.Array, jax.Array]:
-            with phase_scope(round_event(index)):
+            with phase_scope(f"{ROUND} {index}"):
                 return self._run(self.plan.rounds[index], *operand, packing)
 
         codec = self.group.codec
@@ -276,18 +276,6 @@ class Gossip:
 
 
 ROUND = "round"
-
-
-def round_event(index: int) -> str:
-    """Return the name of an exchange in phases and reports."""
-    return f"{ROUND} {index}"
-
-
-def divide(tree: PyTree, weight: jax.Array) -> PyTree:
-    """Return `tree / weight` in the leaves' dtypes, for a scalar weight > 0."""
-    # No leaf is in half precision: updates and numerators are at least float32.
-    in_dtype = cached_cast(weight)
-    return jax.tree.map(lambda x: x / in_dtype(x.dtype), tree)
 
 
 def weight_after(kept: jax.Array, weight: jax.Array, arrival: Arrival) -> jax.Array:

@@ -424,7 +424,7 @@ def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisNa
         names = leaf_names(params)
         wrong = [f"{names[i]} (over {axes})" for i, axes in missing.items()]
         raise ValueError(
-            f"{owner}: parameters equal on all replicas by their types, whose gradients jax has summed: "
+            f"{owner}: by their types equal on all replicas, so jax has summed their gradients: "
             f"{', '.join(wrong)}. Use `js.replicate`, or `jax.lax.pcast` before differentiating."
         )
 

@@ -507,19 +507,16 @@ class ReplicaGroup:
 
 def _mean(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None, role: str | None) -> PyTree:
     axes, local, codec = group.axis_name, group.local_axis_name, group.codec
-    shares = [x for x in group.shares(weight) if x is not None]
+    factor, anyone = group.shares(weight)
+
+    def unless_all_idle(mean: jax.Array, x: jax.Array) -> jax.Array:
+        # If all replicas have run out of data the mean is 0 / 0: keep the values.
+        return mean if anyone is None else jnp.where(anyone, mean, x)
+
     if codec is None and _is_by_leaf(group):
         tree = _as_laid_out(tree, group)
-
-        def mean(x: jax.Array) -> jax.Array:
-            if not shares:
-                return all_mean(x, axes)
-            factor, anyone = shares
-            return jnp.where(anyone, all_mean(x, axes, factor=factor), x)
-
+        mean = lambda x: unless_all_idle(all_mean(x, axes, factor=factor), x)  # noqa: E731
         return jax.tree.map(mean, tree)
-
-    factor, anyone = shares or (None, None)
 
     def mean_of(flat: jax.Array) -> jax.Array:
         # Each of L devices in a replica sends its part: N bytes leave a replica, not L * N.
@@ -528,8 +525,7 @@ def _mean(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None, role: str
             mean += residual
         else:
             mean = all_mean(flat, axes, local, factor=factor)
-        # If all replicas have run out of data the mean is 0 / 0: keep the values.
-        return mean if anyone is None else jnp.where(anyone, mean, flat)
+        return unless_all_idle(mean, flat)
 
     packing = packing_of(tree, group, alone_bytes=LARGE_BYTES if local is None else None)
 

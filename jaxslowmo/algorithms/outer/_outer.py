@@ -193,7 +193,7 @@ class _Outer:
         return moment_events(self.owner, self.inner_state, self.group)[0]
 
     @functools.cached_property
-    def wrapped(self) -> Algorithm:
+    def wrapped_base(self) -> Algorithm:
         """The base, whose local state is the "base" of the whole."""
         return wrap_algorithm(self.base)
 
@@ -234,7 +234,7 @@ class _Outer:
         is_sharded = self.is_sharded if fits else False
         group = replace(group, is_cut=is_sharded)
         bound = replace(self, base=base, group=group, known=known, is_sharded=is_sharded)
-        inside = bound.wrapped
+        inside = bound.wrapped_base
         algorithm = Algorithm(
             groups=(*base.groups, group),
             local=bound.first_local_state,
@@ -284,7 +284,7 @@ class _Outer:
 
         With a delay, what is taken in one update is sent in later ones, before it is applied.
         """
-        events = [_wrap_shared_state(event) for event in self.wrapped.events]
+        events = [_wrap_shared_state(event) for event in self.wrapped_base.events]
         for schedule in schedules:
             event = functools.partial(self.event, schedule)
             of_slow = {"replaces": self.replaces_base, "inner_state": self.to_moments}
@@ -367,8 +367,8 @@ class _Outer:
 
     def begin(self, updates: PyTree, local: Any, shared: Any, context: UpdateContext) -> Any:
         """Do what the base does in any update, and observe the learning rate."""
-        if self.wrapped.begin is not None:
-            updates, local, inner = self.wrapped.begin(updates, local, shared["base"], context)
+        if self.wrapped_base.begin is not None:
+            updates, local, inner = self.wrapped_base.begin(updates, local, shared["base"], context)
             shared = shared | {"base": inner}
         rate = self.rate_of(context)
         if self.rate is None or rate is None:
@@ -491,7 +491,7 @@ class _SlowStep:
 
     def ask_base(self, carry: Carry) -> tuple[bool | jax.Array, Carry]:
         """Return whether the base, such as `only_finite`, permits the exchange, and the carry."""
-        outer, permit = self.outer, self.outer.wrapped.permit
+        outer, permit = self.outer, self.outer.wrapped_base.permit
         if permit is None or not outer.exact_average:
             return True, carry
         axes = tuple(dict.fromkeys((*outer.group.axes, *outer.base.axes)))
@@ -515,7 +515,7 @@ class _SlowStep:
 
     def weighted_params(self, carry: Carry) -> tuple[PyTree, jax.Array | None]:
         """Return the weighted parameters and their weight, None if it is always 1."""
-        x, weight, base = carry.params, self.context.weight, self.outer.wrapped
+        x, weight, base = carry.params, self.context.weight, self.outer.wrapped_base
         mass: jax.Array | None = None
         pairs = None
         if base.mass is not None and not base.counts_alike:
@@ -662,7 +662,7 @@ class _SlowStep:
 
         if settings.exact_average:
             # What the base still has under way moves alike.
-            base, local = settings.wrapped, carry.local
+            base, local = settings.wrapped_base, carry.local
             local = local if base.move is None else base.move(local, move)
             local = base.reset(local) if settings.replaces_base else local
             carry = carry._replace(local=local, shared=carry.shared | new)
