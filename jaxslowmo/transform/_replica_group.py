@@ -195,7 +195,7 @@ class ReplicaGroup:
         mesh, specs = jax.sharding.get_abstract_mesh(), self.param_specs
         if specs is None:
             specs = typed_specs(tree)
-            if specs is None and any(mesh.shape[name] > 1 for name in _inner_axes()):
+            if specs is None and _hides_layouts():
                 return None
         # One spec may stand for a whole subtree, as in jit and shard_map.
         try:
