@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-
 Edge = tuple[int, int]  # (source, destination)
 Peers = tuple[tuple[int, ...], ...]  # one tuple of peers per node
 
