@@ -120,11 +120,17 @@ def _check_repeats(graph: Graph, mixing: Mixing, step: int, matrix: np.ndarray) 
         later = _numbers("`mixing`", mixing(graph, step + count))
     except LookupError:
         return
-    if later.shape != matrix.shape or not np.all(np.abs(later - matrix) <= TOLERANCE):
-        raise ValueError(
-            f"`mixing` must repeat with the graph's rotation of {count} rounds; "
-            f"on {graph.name}({graph.num_nodes}) step {step + count} differs from step {step}."
-        )
+    where = ""
+    if later.shape == matrix.shape:
+        differs = np.argwhere(~(np.abs(later - matrix) <= TOLERANCE))
+        if not len(differs):
+            return
+        row, column = differs[0]
+        where = f": P[{row}, {column}] = {later[row, column]:.6g} after {matrix[row, column]:.6g}"
+    raise ValueError(
+        f"`mixing` must repeat with the graph's rotation of {count} rounds; on "
+        f"{graph.name}({graph.num_nodes}) step {step + count} differs from step {step}{where}."
+    )
 
 
 def mixing_matrix(graph: Graph, mixing: Mixing | None, step: int) -> np.ndarray:
