@@ -275,7 +275,7 @@ def weights_move(graph: Graph, rounds: Sequence[ExchangeRound], *, push_sum: boo
     if smallest < _LEAST_WEIGHT:
         raise ValueError(
             f"push-sum weights on {graph.name}({graph.num_nodes}) with this `mixing` fall to "
-            f"{smallest:.1g}, near the end of float32: nodes that send much must keep more."
+            f"{smallest:.1g}, below {_LEAST_WEIGHT:g}: nodes that send much must keep more."
         )
     return True
 
