@@ -274,8 +274,8 @@ class _Outer:
         if parts_of(params, Staged) and not self.is_element_wise:
             raise ArgumentError(
                 "fragments",
-                f"{self.owner}: `fragments` of a model in stages are parts of flat buffers, which "
-                "need an element-wise `outer_optimizer`, as shard_state=True promises; else use 1.",
+                f"{self.owner}: with `fragments`, parts of the flat buffers of stages, "
+                "`outer_optimizer` must be element-wise, as shard_state=True promises.",
             )
         return make_fragments(self.owner, self.fragments, params)
 
