@@ -1,7 +1,4 @@
-"""Checks of arguments with their error messages, and warnings at the line of the user's code.
-
-The arguments with which a factory of this package was called, to compare them later.
-"""
+"""Checks of arguments, warnings at the line of the user's code, and settings to compare later."""
 
 import functools
 import inspect
@@ -68,13 +65,24 @@ def as_number(value: Any) -> float | None:
 
     Scalars of NumPy, and of jax where their values are known, are numbers.
     """
-    if isinstance(value, bool | np.bool_ | str) or np.ndim(value):
+    is_bool = isinstance(value, bool) or getattr(value, "dtype", None) == np.bool_
+    if is_bool or isinstance(value, str) or np.ndim(value) or np.iscomplexobj(value):
         return None
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):  # also a traced value
         return None
     return number if math.isfinite(number) else None
+
+
+def checked_share(owner: str, argument: str, value: Any) -> float:
+    """Return a share in (0, 1]; raise `ValueError` for another value."""
+    number = as_number(value)
+    if number is None or not 0 < number <= 1:
+        raise ArgumentError(
+            argument, f"{owner}: `{argument}` must be a number in (0, 1], got {value!r}."
+        )
+    return number
 
 
 def checks_flags(owner: str) -> Callable[[Callable[_Args, _Result]], Callable[_Args, _Result]]:
@@ -151,16 +159,6 @@ def warn_once() -> Callable[[str], None]:
 
 def _package_of(module_globals: dict[str, object]) -> str:
     return str(module_globals.get("__name__", "")).partition(".")[0]
-
-
-def checked_share(owner: str, argument: str, value: Any) -> float:
-    """Return a share in (0, 1]; raise `ValueError` for another value."""
-    number = as_number(value)
-    if number is None or not 0 < number <= 1:
-        raise ArgumentError(
-            argument, f"{owner}: `{argument}` must be a number in (0, 1], got {value!r}."
-        )
-    return number
 
 
 class Settings(NamedTuple):

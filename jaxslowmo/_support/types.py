@@ -1,7 +1,4 @@
-"""Type aliases shared by every package, and the names in an `AxisName`.
-
-Types of varying axes, which jax tracks in `shard_map(check_vma=True)`: does a value have one?
-"""
+"""Type aliases shared by every package, and types of varying axes, which `shard_map` may track."""
 
 from typing import Any
 

@@ -76,6 +76,5 @@ def check_sends_parameters(owner: str, codec: Codec | None) -> None:
         raise ArgumentError(
             "codec",
             f"{owner}: `codec` must be None, js.codecs.bfloat16() or js.codecs.float16(), since "
-            "parameters themselves are sent; those with fewer bits are for js.slowmo, js.diloco "
-            f"and js.local_sgd, which send how far replicas have moved; got {codec!r}.",
+            f"parameters themselves are sent, which others are too coarse for; got {codec!r}.",
         )

@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec as P
 from .._support.checks import ArgumentError
 from .._support.types import PyTree
 from ..collectives import exchange_in_slices, permute
-from ..collectives.codecs import Half
+from ..collectives.codecs import Codec, Half
 from ..mesh import Shares
 from ..topology import ExchangeRound, Graph, Mixing, exchange_rounds, weights_move
 from ..transform import (
@@ -35,7 +35,7 @@ from ..transform import (
     phase_scope,
     run_one_of,
 )
-from ..tree import Buffer, Flats, TreePacking, add, at_least_float32, cached_cast, cast, subtract
+from ..tree import Buffer, BufferPlan, Flats, add, at_least_float32, cached_cast, cast, subtract
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Gossip:
         """Return mean, weight and kept share, where the axes are mapped."""
 
         def run(index: int, operand: tuple[Flats, jax.Array]) -> tuple[Flats, jax.Array, jax.Array]:
-            with phase_scope(round_event(index)):
+            with phase_scope(f"{ROUND} {index}"):
                 return self._run(self.plan.rounds[index], *operand, packing)
 
         codec = self.group.codec
@@ -231,7 +231,7 @@ class Gossip:
         return [packing.unpack(flats), received.astype(jnp.float32), kept]
 
     def _run(
-        self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: TreePacking
+        self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: BufferPlan
     ) -> tuple[Flats, jax.Array, jax.Array]:
         # Weights that are equal on all nodes need not be sent.
         weights = [
@@ -278,94 +278,9 @@ class Gossip:
 ROUND = "round"
 
 
-def round_event(index: int) -> str:
-    """Return the name of an exchange in phases and reports."""
-    return f"{ROUND} {index}"
-
-
-def divide(tree: PyTree, weight: jax.Array) -> PyTree:
-    """Return `tree / weight` in the leaves' dtypes, for a scalar weight > 0."""
-    # No leaf is in half precision: updates and numerators are at least float32.
-    in_dtype = cached_cast(weight)
-    return jax.tree.map(lambda x: x / in_dtype(x.dtype), tree)
-
-
-def mix_arrival(params: PyTree, local: PyTree, arrival: Arrival, share: jax.Array) -> PyTree:
-    """Return `params` moved by `share` of the way from `local` to the received mean.
-
-    With share = (received weight) / (weight afterwards) this is push-sum's new estimate: the mean
-    of local and received values, each with its weight. Equal values do not move.
-    """
-    in_dtype = cached_cast(share)
-
-    def pull(u: jax.Array, mine: jax.Array, theirs: jax.Array) -> jax.Array:
-        # The difference is taken first, so that nodes that agree move by exactly 0.
-        wide = at_least_float32(u.dtype)
-        away = subtract(cast(theirs, wide), cast(mine, wide))
-        return add(cast(u, wide), in_dtype(wide) * away)
-
-    return jax.tree.map(pull, params, local, arrival.mean)
-
-
 def weight_after(kept: jax.Array, weight: jax.Array, arrival: Arrival) -> jax.Array:
     """Return the push-sum weight after an exchange, in the dtype of `kept`, the share kept."""
     return kept * weight.astype(kept.dtype) + arrival.weight.astype(kept.dtype)
-
-
-def codec_residual(values: PyTree, codec: Half, like: PyTree) -> PyTree:
-    """Return the residual of encoding `values`, which a node does not send, like `like`.
-
-    Communication: none.
-    """
-
-    def residual(x: jax.Array, like: jax.Array) -> jax.Array:
-        sent = cast(x, like.dtype)
-        return codec.part(sent)[1] if codec.narrows(sent.dtype) else jnp.zeros_like(sent)
-
-    return jax.tree.map(residual, values, like)
-
-
-def mix_arrival_with_residual(
-    params: PyTree,
-    local: PyTree,
-    residual: PyTree,
-    arrival: Arrival,
-    codec: Half,
-    *,
-    share: jax.Array,
-    sent_share: jax.Array,
-) -> PyTree:
-    """Return the parameters of `mix_arrival` of a node that keeps the residual of what it sent.
-
-    With z = `local` and r = `residual` the peers received z - r. The numerator keeps r times the
-    weight that was sent with it, so that the sum over all nodes does not change:
-
-        z + share (z_arrived - z) + sent_share r
-
-    If nodes send as much weight as they receive, this is r + (z - r, mixed). A codec that
-    `rounds_mixtures` rounds the mixture.
-
-    Args:
-      params: the parameters, in at least float32.
-      local: z.
-      residual: r, by whose dtype the codec knows the leaves that it narrows; 0 in the others.
-      arrival: the values that the node received.
-      codec: the codec that encoded them.
-      share: () received weight over the weight afterwards.
-      sent_share: () sent weight over the weight afterwards.
-    """
-    of_arrived, of_residual = cached_cast(share), cached_cast(sent_share - share)
-
-    def pull(u: jax.Array, mine: jax.Array, left: jax.Array, theirs: jax.Array) -> jax.Array:
-        wide = at_least_float32(u.dtype)
-        r = cast(left, wide)
-        sent = subtract(cast(mine, wide), r)
-        away = of_arrived(wide) * subtract(cast(theirs, wide), sent)
-        if codec.rounds_mixtures and codec.narrows(left.dtype):
-            away = subtract(codec.round(add(sent, away)), sent)
-        return add(cast(u, wide), away + of_residual(wide) * r)
-
-    return jax.tree.map(pull, params, local, residual, arrival.mean)
 
 
 def params_after_mixing(
@@ -375,11 +290,23 @@ def params_after_mixing(
     kept: jax.Array,
     weight: jax.Array,
     after: jax.Array,
-    codec: Any,
+    codec: Codec | None,
     *,
     like: PyTree,
 ) -> PyTree:
     """Return `params` moved as the mixture of `local` with what has arrived moves from `local`.
+
+    With z = `local` and share = (received weight) / (weight afterwards) that is by
+    share (z_arrived - z), push-sum's new estimate: the mean of local and received values, each with
+    its weight. Equal values do not move.
+
+    With a codec the peers received z - r, r being the residual. The numerator keeps r times the
+    weight that was sent with it, so that the sum over all nodes does not change:
+
+        share (z_arrived - z) + sent_share r
+
+    If nodes send as much weight as they receive, the node then has r + (z - r, mixed). A codec that
+    `rounds_mixtures` rounds the mixture.
 
     Args:
       params: the parameters, in at least float32.
@@ -392,13 +319,30 @@ def params_after_mixing(
       like: tree of the dtypes in which values are sent.
     """
     share = arrival.weight.astype(after.dtype) / after
+    of_arrived = cached_cast(share)
+
+    def move(u: jax.Array, mine: jax.Array, theirs: jax.Array) -> jax.Array:
+        # The difference is taken first, so that nodes that agree move by exactly 0.
+        wide = at_least_float32(u.dtype)
+        away = subtract(cast(theirs, wide), cast(mine, wide))
+        return add(cast(u, wide), of_arrived(wide) * away)
+
     if not isinstance(codec, Half):
-        return mix_arrival(params, local, arrival, share)
-    residual = codec_residual(local, codec, like)
+        return jax.tree.map(move, params, local, arrival.mean)
     sent_share = (1 - kept) * weight.astype(kept.dtype) / after
-    return mix_arrival_with_residual(
-        params, local, residual, arrival, codec, share=share, sent_share=sent_share
-    )
+    of_residual = cached_cast(sent_share - share)
+
+    def move_in_codec(u: jax.Array, mine: jax.Array, theirs: jax.Array, x: jax.Array) -> jax.Array:
+        wide, is_narrowed = at_least_float32(u.dtype), codec.narrows(x.dtype)
+        coded = cast(mine, x.dtype)
+        r = cast(codec.part(coded)[1] if is_narrowed else jnp.zeros_like(coded), wide)
+        sent = subtract(cast(mine, wide), r)
+        away = of_arrived(wide) * subtract(cast(theirs, wide), sent)
+        if codec.rounds_mixtures and is_narrowed:
+            away = subtract(codec.round(add(sent, away)), sent)
+        return add(cast(u, wide), away + of_residual(wide) * r)
+
+    return jax.tree.map(move_in_codec, params, local, arrival.mean, like)
 
 
 class PushSumState(NamedTuple):
@@ -435,9 +379,8 @@ def shares_of_gossip(opt_state: PyTree) -> Shares | None:
     if all(map(_counts_alike, states)):
         return None
     raise ValueError(
-        "`state` holds js.sgp for some of its leaves, or several, and their replicas do not count "
-        "alike there, so that no weights hold for all leaves: take the js.consensus of each part, "
-        "with `shares` of its own transform."
+        "`state` holds js.sgp for some leaves only, whose replicas count differently: no weights "
+        "hold for all, so take the js.consensus of each part, with `shares` of its transform."
     )
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -110,20 +110,18 @@ def local_sgd(
         )
         return ParameterTransform(algorithm)
     change, of_moments = moment_events(owner, inner_state, group)
+    run: Callable[..., Carry] = average
+    of_codec: dict[str, Any] = {}
     # In 16 bits parameters themselves can be sent, if what rounding loses is dropped.
-    if codec is None or (isinstance(codec, Half) and not codec.error_feedback):
-        run = functools.partial(average, inner_state=change)
-        event = Event("average", schedule, run, group, True, inner_state=change)
-        return ParameterTransform(Algorithm((event, *of_moments), (group,), owner=owner))
-    run = functools.partial(_average_in_codec, inner_state=change)
-    algorithm = Algorithm(
-        (Event("average", schedule, run, group, True, inner_state=change), *of_moments),
-        (group,),
-        local=lambda params: {"sent": first_memory(codec, params, has_reference=True)},
-        move=_move_reference,
-        owner=owner,
-    )
-    return ParameterTransform(algorithm)
+    if codec is not None and (codec.error_feedback or not isinstance(codec, Half)):
+        run = _average_in_codec
+        of_codec = {
+            "local": lambda params: {"sent": first_memory(codec, params, has_reference=True)},
+            "move": _move_reference,
+        }
+    run = functools.partial(run, inner_state=change)
+    event = Event("average", schedule, run, group, True, inner_state=change)
+    return ParameterTransform(Algorithm((event, *of_moments), (group,), owner=owner, **of_codec))
 
 
 @records_settings
@@ -164,26 +162,12 @@ def hierarchical_local_sgd(
     """
     owner = "hierarchical_local_sgd"
     check_sends_parameters(owner, codec)
-    events = [
-        Event(
-            f"average {','.join(axis_names(axes))}",
-            schedule,
-            average,
-            checked_group(owner, axes, None, bucket_bytes, codec),
-            replaces=True,
-        )
-        for axes, schedule in _nested_groups(owner, sync_every)
-    ]
-    return ParameterTransform(_averages(owner, events))
-
-
-def _averages(owner: str, events: Sequence[Event]) -> Algorithm:
-    """Return the averages over nested groups, smallest group first.
-
-    Each update makes at most one of them, that over the largest group that is due.
-    """
-    groups = tuple(event.over for event in events if event.over is not None)
-    return Algorithm(tuple(events), groups, owner=owner)
+    events, groups = [], []
+    for axes, schedule in _nested_groups(owner, sync_every):
+        groups.append(checked_group(owner, axes, None, bucket_bytes, codec))
+        name = f"average {','.join(axis_names(axes))}"
+        events.append(Event(name, schedule, average, groups[-1], replaces=True))
+    return ParameterTransform(Algorithm(tuple(events), tuple(groups), owner=owner))
 
 
 def average(

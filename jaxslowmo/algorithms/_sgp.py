@@ -24,7 +24,7 @@ from ..transform import (
     every,
     increment,
 )
-from ..tree import add, subtract, widen_updates
+from ..tree import add, cached_cast, subtract, widen_updates
 from ._error_feedback import check_sends_parameters
 from ._gossip import (
     ROUND,
@@ -32,7 +32,6 @@ from ._gossip import (
     Gossip,
     GossipPlan,
     PushSumState,
-    divide,
     gossip_plan,
     on_graph,
     params_after_mixing,
@@ -138,7 +137,9 @@ def _first_state(params: PyTree, *, overlap: int) -> PushSumState:
 def _scale_updates(updates: PyTree, local: Any, shared: Any, context: UpdateContext) -> Any:
     """Return the updates of the parameters: x moves by u, and so params = x / w by u / w."""
     del context
-    return divide(updates, local.weight), local, shared
+    # No update is in half precision: they are at least float32.
+    weight = cached_cast(local.weight)
+    return jax.tree.map(lambda u: u / weight(u.dtype), updates), local, shared
 
 
 def _exchange(

@@ -5,11 +5,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 
-from .._support.checks import ArgumentError, checks_flags, records_settings, warn_once
+from .._support.checks import (
+    ArgumentError,
+    as_number,
+    checks_flags,
+    records_settings,
+    warn_once,
+)
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec
 from ..transform import (
@@ -106,8 +111,8 @@ def slowmo(
     _check_base(base, schedule, exact_average)
     if shard_state and not exact_average:
         raise ValueError(
-            "slowmo: `exact_average=False` keeps each replica's own anchor, which cannot be "
-            "sharded; got shard_state=True. Leave `shard_state` out or set it to False."
+            "slowmo: `exact_average=False` keeps each replica's own anchor, which `shard_state`="
+            "True cannot shard: leave it out."
         )
     inner = ALONE if base is None else base.algorithm
     shard_state = shards_state(owner, shard_state, group, exact_average=exact_average)
@@ -215,22 +220,13 @@ def slow_momentum(
 
 def checked_rate(argument: str, value: Any, below: float = math.inf) -> float | jax.Array:
     """Return a rate or a momentum as a checked float; a traced one has only its type checked."""
-    is_number = not isinstance(value, bool) and isinstance(
-        value, int | float | np.number | np.ndarray | jax.Array
-    )
-    is_scalar = is_number and not np.shape(value)
-    if not is_scalar or not jnp.isrealobj(value) or jnp.result_type(value) == jnp.bool_:
-        shape = f" of shape {list(np.shape(value))}" if is_number else ""
-        raise ArgumentError(argument, f"`{argument}` must be a number, got {value!r}{shape}.")
-    if isinstance(value, Tracer):
-        return jnp.asarray(value, jnp.float32)
+    if isinstance(value, Tracer) and not value.shape and jnp.issubdtype(value.dtype, jnp.floating):
+        return value.astype(jnp.float32)
     # A plain float is weakly typed: NumPy scalars would widen the state under x64.
-    number = float(value)
-    if not 0 <= number < below:
-        rule = f"lie in [0, {below})"
-        if below == math.inf:
-            rule = "be finite" if number == math.inf else "be >= 0"
-        raise ArgumentError(argument, f"`{argument}` must {rule}, got {number}.")
+    number = as_number(value)
+    if number is None or not 0 <= number < below:
+        rule = "a finite number >= 0" if below == math.inf else f"a number in [0, {below})"
+        raise ArgumentError(argument, f"`{argument}` must be {rule}, got {value!r}.")
     return number
 
 
@@ -271,9 +267,8 @@ def _passed_rate(count: jax.Array, given: Any) -> jax.Array:
     del count
     if given is None:
         raise ValueError(
-            'slowmo: `learning_rate`="optimizer" needs the rate in every update. '
-            "js.make_train_step passes it to `sync`, not to a slowmo inside of `optimizer`; in a "
-            "loop of your own call `update(updates, state, params, learning_rate=rate)`."
+            'slowmo: `learning_rate`="optimizer" needs the rate in every `update(..., '
+            "learning_rate=rate)`, which js.make_train_step passes to its `sync` alone."
         )
     rate = _rate(given)
     if rate.shape:
@@ -308,9 +303,8 @@ def _check_base(base: ParameterTransform | None, schedule: Every, exact_average:
         )
     if base.algorithm.has_anchor or base.algorithm.inner_state != "keep":
         raise ValueError(
-            "slowmo: `base` must have no slow step of its own, since both would be called slow, "
-            "and no `inner_state`, which is for slow steps; got a transform with an anchor "
-            f"(as of js.diloco or js.noloco) or an `inner_state`: {base!r}."
+            "slowmo: `base` must have no slow step of its own, as js.diloco and js.noloco have, "
+            f"and no `inner_state`, which is for slow steps; got {base!r}."
         )
     # Only plain periods are compared; other schedules may be uneven on purpose.
     inner = next(

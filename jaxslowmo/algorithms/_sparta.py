@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from .._support.checks import ArgumentError, as_number, checked_int, records_settings
+from .._support.checks import ArgumentError, checked_int, checked_share, records_settings
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Half
 from ..transform import (
@@ -73,9 +73,8 @@ def sparta(
     Source: Beton et al., "Improving the efficiency of distributed training using sparse parameter
       averaging", MCDC at ICLR 2025; github.com/exo-explore/gym, `sparta.py`.
     """
-    owner, number = "sparta", as_number(share)
-    if number is None or not 0 < number <= 1:
-        raise ArgumentError("share", f"{owner}: `share` must be a number in (0, 1], got {share!r}.")
+    owner = "sparta"
+    number = checked_share(owner, "share", share)
     group = checked_group(owner, axis_name, local_axis_name, bucket_bytes, codec)
     check_sends_parameters(owner, codec)
     if codec is not None and codec.error_feedback:

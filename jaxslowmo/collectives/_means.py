@@ -1,6 +1,7 @@
-"""Means of flat buffers over replicas: plain, weighted, encoded, and asynchronous.
+"""Means of flat buffers over replicas: plain, weighted, asynchronous, and in a codec.
 
-Means of flat buffers over replicas that are sent in few bits, and what of them was not sent.
+`coded_mean` is an all-reduce in 16 bits. `mean_in_codec` is for any codec: replicas decode and sum
+what they receive.
 """
 
 import functools

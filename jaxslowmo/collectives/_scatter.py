@@ -1,6 +1,4 @@
-"""Permutation of values: every node sends to at most one node and receives from at most one.
-
-Reduction to shards and back: the two halves of an all-reduce, with an update between them.
+"""The two halves of an all-reduce, with an update between them; and permutations of values.
 
 Several replica axes are reduced one after the other: the first scatters the whole buffer, the next
 one scatters its part. The bytes are those of one reduce-scatter. A TPU compiler keeps these stages,

@@ -22,14 +22,13 @@ from ..transform import (
     GradientTransform,
     Reduction,
     ReplicaGroup,
-    TreePacking,
     check_weight,
     checked_bytes,
     checked_group,
     gradient_state,
     increment,
 )
-from ..tree import MIB, Buffer, check_floating, leaf_names, plan_buffers
+from ..tree import MIB, Buffer, BufferPlan, check_floating, leaf_names, plan_buffers
 from ._hook import CommHook, GradBucket, GradPiece, check_hook
 from ._leaves import check_varying
 from .sparse import DivideBy, mean_rows, split_rows
@@ -52,7 +51,7 @@ class BucketLayout:
 
     def plan(
         self, grads: PyTree, group: ReplicaGroup, ready_order: ReadyOrder | None = None
-    ) -> TreePacking:
+    ) -> BufferPlan:
         """Return the buckets of a device's blocks of `grads`.
 
         Args:
@@ -68,16 +67,15 @@ class BucketLayout:
         blocks = jax.tree.leaves(group.blocks(grads))
         if self.buckets is not None:
             listed = [_leaf_positions("buckets", bucket, names) for bucket in self.buckets]
-            return TreePacking(treedef, plan_buffers(blocks, buckets=listed))
-        plan = plan_buffers(
-            blocks,
+            return plan_buffers(treedef.unflatten(blocks), buckets=listed)
+        return plan_buffers(
+            treedef.unflatten(blocks),
             limits=self.limits,
             order=self._order(names, ready_order, blocks),
             max_buckets=self.max_buckets,
             alone_bytes=self.alone_bytes,
             split_large=self.split_large,
         )
-        return TreePacking(treedef, plan)
 
     def _order(
         self, names: Sequence[str], ready_order: ReadyOrder | None, blocks: list[Any]
@@ -233,7 +231,7 @@ def init_hook(
 
     def init(_: ReplicaGroup, params: PyTree) -> list[HookStates]:
         del params
-        flats = [jax.ShapeDtypeStruct((b.num_elements,), b.dtype) for b in buckets.plan.buffers]
+        flats = [jax.ShapeDtypeStruct((b.num_elements,), b.dtype) for b in buckets.buffers]
         hook_buckets = _hook_buckets(buckets, flats, group.axis_name, None)
         return [_stack_devices(own, tuple(hook.init(bucket) for bucket in hook_buckets))]
 
@@ -259,19 +257,18 @@ def _unstack_device(own: Arrays, states: HookStates) -> HookStates:
 
 
 def _hook_buckets(
-    buckets: TreePacking, flats: Sequence[Any], axis_name: AxisName, count: Any
+    buckets: BufferPlan, flats: Sequence[Any], axis_name: AxisName, count: Any
 ) -> list[GradBucket]:
     """Return the buckets that the hook receives."""
-    plan = buckets.plan
 
     def pieces(buffer: Buffer) -> tuple[GradPiece, ...]:
         return tuple(
-            GradPiece(buckets.names[p.label], plan.shapes[p.label], p.start, p.stop)
+            GradPiece(buckets.names[p.label], buckets.shapes[p.label], p.start, p.stop)
             for p in buffer.pieces
         )
 
-    last = len(plan.buffers) - 1
-    numbered = enumerate(zip(plan.buffers, flats, strict=True))
+    last = len(buckets.buffers) - 1
+    numbered = enumerate(zip(buckets.buffers, flats, strict=True))
     return [
         GradBucket(i, i == last, flat, pieces(buffer), axis_name, count)
         for i, (buffer, flat) in numbered

@@ -29,10 +29,8 @@ def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "")
             bound = ", ".join(repr(str(a)) for a in bound_axes()) or "none"
             raise ArgumentError(
                 argument,
-                f"{owner}: `{argument}` {name!r} is not a mapped axis here (bound: {bound}). Call "
-                "it inside shard_map, pmap or vmap(axis_name=...) over that axis; states are made "
-                "by `js.init(tx, stacked_params, mesh=mesh, axis_name=...)`."
-                f"{more and f' {more}'}",
+                f"{owner}: `{argument}` {name!r} is not a mapped axis here (bound: {bound}): map "
+                f"it by shard_map, pmap or vmap; `js.init` makes states.{more and f' {more}'}",
             )
 
 

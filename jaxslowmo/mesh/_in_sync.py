@@ -1,7 +1,4 @@
-"""`check_in_sync`: whether all replicas hold the same values, by fingerprints of their bits.
-
-The mean of stacked replicas as one copy: `consensus`.
-"""
+"""Stacked replicas as one model: whether they are equal, by fingerprints; and their mean."""
 
 import functools
 import math
@@ -381,18 +378,16 @@ def _infer_mesh(params: PyTree) -> tuple[Mesh, str, Callable[[Any], Any]]:
     wrong = [name for name, its in names if its is None or its != devices]
     if devices is None or wrong:  # the first is so only if all are wrong
         raise ValueError(
-            "consensus: `mesh` must be given unless every leaf holds one replica on each of the "
-            f"same devices, as jax.pmap returns it. Not so: {', '.join(wrong)}. "
-            'For jax.vmap it is js.virtual_mesh({"replica": number of replicas}).'
+            "consensus: `mesh` must be given unless each leaf holds one replica on each of "
+            f"the same devices, as jax.pmap returns it; not so {', '.join(wrong)}."
         )
     is_local = all(d.process_index == jax.process_index() for d in devices)
     if jax.process_count() == 1 or not is_local:
         return Mesh(np.array(devices), "replica"), "replica", lambda x: x
     if set(devices) != set(jax.local_devices()):
         raise ValueError(
-            "consensus: `mesh` must be given with several processes unless the replicas of each "
-            f"are on all of its devices; process {jax.process_index()} has {len(devices)} on "
-            f"{len(jax.local_devices())}."
+            "consensus: `mesh` must be given unless replicas are on all devices of each process, "
+            f"got {len(devices)} on {len(jax.local_devices())} of process {jax.process_index()}."
         )
     mesh = Mesh(np.array(jax.devices()), "replica")
     sharding = NamedSharding(mesh, P("replica"))
@@ -457,21 +452,19 @@ def _consensus_fn(mesh: AnyMesh, axis_name: AxisName, automatic: frozenset[str])
 def _check_shares(shares: Shares, params: PyTree, replicas: int) -> list[tuple[Any, PyTree | None]]:
     """Return `shares` as a list of pairs; raise `ValueError` for an entry that is no such pair."""
 
-    def error(got: str) -> ValueError:
-        return ValueError(
-            f"consensus: `shares` must be pairs of weights of shape ({replicas},), or one number, "
-            "and of parameters like `params`, or None, as `sync.shares(state.exchange)` gives "
-            f"them; got {got}."
-        )
+    def is_share(x: Any) -> bool:
+        if not isinstance(x, tuple) or len(x) != 2 or np.shape(x[0]) not in ((), (replicas,)):
+            return False
+        return x[1] is None or form_matcher(params)(x[1])
 
-    if not isinstance(shares, Sequence) or not shares:
-        raise error(f"{shares!r}")
-    for number, pair in enumerate(shares):
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise error(f"a {type(pair).__name__} as number {number}")
-        weight, values = pair
-        if np.shape(weight) not in ((), (replicas,)):
-            raise error(f"weights of shape {np.shape(weight)} as number {number}")
-        if values is not None and not form_matcher(params)(values):
-            raise error(f"parameters of other names or shapes as number {number}")
+    is_sequence = isinstance(shares, Sequence) and len(shares) > 0
+    wrong = [i for i, x in enumerate(shares) if not is_share(x)] if is_sequence else []
+    if wrong or not is_sequence:
+        got = (
+            f"as number {wrong[0]} {jax.tree.map(np.shape, shares[wrong[0]])}" if wrong else shares
+        )
+        raise ValueError(
+            f"consensus: `shares` must be pairs of weights, a number or ({replicas},), and of "
+            f"parameters like `params`, or None, as `sync.shares(...)` gives them; got {got}."
+        )
     return list(shares)

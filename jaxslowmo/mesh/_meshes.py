@@ -46,9 +46,8 @@ def slice_major_devices(axes: Mapping[str, int], devices: Sequence[Any]) -> np.n
         listed = ", ".join(f"{count} of slice {index}" for index, count in counts.items())
         raise ArgumentError(
             "axes",
-            f"`axes` {dict(axes)} take {math.prod(axes.values())} devices, {listed}: a mesh over "
-            "several slices needs equally many of each. Choose sizes whose product fills whole "
-            "slices, or pass `devices`.",
+            f"`axes` {dict(axes)} take {listed}, and a mesh over several slices needs equally many "
+            "of each: choose sizes whose product fills whole slices, or pass `devices`.",
         )
     between = _sizes_between(axes, len(counts))
     within = [size // outer for size, outer in zip(axes.values(), between, strict=True)]
@@ -76,8 +75,7 @@ def _sizes_between(axes: Mapping[str, int], slices: int) -> list[int]:
             raise ArgumentError(
                 "axes",
                 f"`axes` {dict(axes)}: outer axes run over the {slices} slices, so the size of "
-                f"{name!r} must divide {rest} or be a multiple of it, got {size}; it would split a "
-                "slice unevenly.",
+                f"{name!r} must divide {rest} or be a multiple of it, got {size}.",
             )
         parts.append(part)
         rest //= part
@@ -184,11 +182,8 @@ def make_mesh(axes: Mapping[str, int], devices: Sequence[Any] | None = None) -> 
             return virtual_mesh(axes, available)
         raise ArgumentError(
             "axes",
-            f"`axes` {axes} need {needed} devices, found {len(available)} "
-            f"({available[0].platform if available else 'none'}). On CPU, more can be made with "
-            f'`jax.config.update("jax_num_cpu_devices", {needed})` before jax touches a device; '
-            "`js.virtual_mesh` runs several replicas on a device, as do fewer `devices` whose "
-            "number divides the size of the outermost axis.",
+            f"`axes` {axes} need {needed} devices, found {len(available)}: `js.virtual_mesh` runs "
+            f'several on one, and `jax.config.update("jax_num_cpu_devices", {needed})` makes more.',
         )
     types = (AxisType.Auto,) * len(axes)
     chosen = sorted(available, key=_slice_of)[:needed]

@@ -296,19 +296,16 @@ def replicate_argument(name: str, params: PyTree, *, mesh: AnyMesh, axis_name: A
     if _has_replica_axis(jax.tree.leaves(params), replicas, mesh, axis_name):
         raise ArgumentError(
             name,
-            f"replicate: `{name}` must be one copy, and these are stacked for "
-            f"{replicas} replicas already: pass what was given to `js.replicate` before, or one "
-            "copy of what was trained, `js.consensus(...)`.",
+            f"replicate: `{name}` must be one copy, and these are stacked for {replicas} replicas "
+            "already: of what was trained, `js.consensus(...)` is one copy.",
         )
     check_arrays("replicate", params)
     leaves = zip(leaf_names(params), jax.tree.leaves(params), strict=True)
     over = {axis for axis in axis_names(axis_name) if device_mesh(mesh).shape.get(axis, 1) > 1}
     if split := [n for n, x in leaves if over & model_axes(x, mesh, ())]:
         warn_user(
-            f"replicate: `{name}` are sharded over the axis of the replicas, {axis_name!r}: "
-            f"{', '.join(split[:_NUM_VALUES])}. Each replica holds a whole copy, so they are "
-            "gathered. To keep them sharded, divide the axis into one of replicas and one inside "
-            'them: {"replica": 2, "fsdp": 4} in place of {"data": 8}.'
+            f"replicate: `{name}` are sharded over the axis of the replicas, {axis_name!r}, so "
+            f"they are gathered: {', '.join(split[:_NUM_VALUES])}. Shard over another axis."
         )
     compare_trees(params, with_values=True, name=name)
     placed = put_on_all_devices(params, mesh)

@@ -1,11 +1,9 @@
-"""The rate at which exchanges bring nodes to agree, from products of mixing matrices.
+"""Analysis of a graph with its mixing: the cost of an exchange, and how fast nodes agree.
 
-X_t, the product of the first t matrices, tends to w 1^T / n with w the push-sum weights in the
-long run. The products here use matrices from which this limit is subtracted,
+X_t, the product of the first t mixing matrices, tends to w 1^T / n with w the push-sum weights in
+the long run. The products here use matrices from which this limit is subtracted,
 A_r - w_{r+1} 1^T / n, so that errors stay exact however small they are and after any number of
 rounds.
-
-Analysis of a graph with its mixing: the cost of an exchange, and how fast nodes agree.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

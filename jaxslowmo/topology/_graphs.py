@@ -97,12 +97,10 @@ def npeer_directed_exponential(
     peers_per_step = as_size("peers_per_step", peers_per_step)
     base = peers_per_step + 1
     distances = [j * power for power in powers_below(base, num_nodes) for j in range(1, base)]
-    loop = next((d for d in distances if d % num_nodes == 0), None)
-    if loop is not None:
+    if any(d % num_nodes == 0 for d in distances):
         raise ValueError(
-            f"npeer_directed_exponential: no distance j * (`peers_per_step` + 1)**i, j = 1 to "
-            f"`peers_per_step`, may be a multiple of `num_nodes`={num_nodes}, where nodes would "
-            f"send to themselves; `peers_per_step`={peers_per_step} gives {loop}."
+            f"npeer_directed_exponential: with `peers_per_step`={peers_per_step} nodes would send "
+            f"to themselves, since a multiple of `num_nodes`={num_nodes} is a distance."
         )
     return circulant(
         "npeer_directed_exponential", num_nodes, distances, peers_per_step, dedupe=dedupe

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ._phone_book import Edge, Graph, accepts, describe_value, parameters
+from ._phone_book import Edge, Graph, accepts
 
 Mixing = Callable[[Graph, int], Any]
 """`(graph, step) -> P[destination, source]`, (num_nodes, num_nodes), with columns that sum to 1."""
@@ -88,11 +88,9 @@ def check_mixing(mixing: Any) -> None:
     """
     if mixing is None or accepts(mixing, "graph", "step"):
         return
-    is_factory = mixing is uniform_mixing or mixing is self_weighted
-    hint = f"; did you mean {mixing.__name__}({parameters(mixing)})?" if is_factory else "."
     raise ValueError(
-        "`mixing` must be a callable (graph, step) -> matrix P[destination, source], got "
-        f"{describe_value(mixing)}{hint}"
+        "`mixing` must be a callable (graph, step) -> matrix P[destination, source], as "
+        f"js.topology.uniform_mixing() returns it, got {mixing!r}."
     )
 
 
@@ -130,9 +128,8 @@ def _check_repeats(graph: Graph, mixing: Mixing, step: int, matrix: np.ndarray) 
         row, column = differs[0]
         where = f": P[{row}, {column}] = {later[row, column]:.6g} after {matrix[row, column]:.6g}"
     raise ValueError(
-        f"`mixing` must repeat with the graph's rotation of {count} round{'s' * (count > 1)}, "
-        f"since programs hold one rotation; on {graph.name}({graph.num_nodes}) step {step + count} "
-        f"differs from step {step}{where}."
+        f"`mixing` must repeat with the graph's rotation of {count} rounds; on "
+        f"{graph.name}({graph.num_nodes}) step {step + count} differs from step {step}{where}."
     )
 
 
@@ -270,17 +267,15 @@ def weights_move(graph: Graph, rounds: Sequence[ExchangeRound], *, push_sum: boo
         return False
     if not push_sum:
         raise ValueError(
-            "`push_sum`=False needs a doubly stochastic mixing, where what a node keeps and "
-            f"receives also sums to 1; at step {uneven} of {graph.name}({graph.num_nodes}) the "
-            "rows of P do not. Leave `push_sum` True, which weighs that out."
+            "`push_sum`=False needs a doubly stochastic mixing, where rows of P also sum to 1, as "
+            f"they do not at step {uneven} of {graph.name}({graph.num_nodes})."
         )
     # Parameters are x / w: a weight that vanishes in float32 would make them infinite.
     smallest = _smallest_weight(rounds)
     if smallest < _LEAST_WEIGHT:
         raise ValueError(
-            f"push-sum weights must stay above {_LEAST_WEIGHT:g}, since float32 ends near 1e-38; "
-            f"on {graph.name}({graph.num_nodes}) with this `mixing` they fall to {smallest:.1g}. "
-            "Let nodes that send much receive more often, or keep more."
+            f"push-sum weights on {graph.name}({graph.num_nodes}) with this `mixing` fall to "
+            f"{smallest:.1g}, below {_LEAST_WEIGHT:g}: nodes that send much must keep more."
         )
     return True
 

@@ -1,7 +1,4 @@
-"""Checks and conversions of arguments: numbers of nodes, tables of peers, functions.
-
-A gossip graph: an ordered phone book, the rotation through it, and its checks.
-"""
+"""A gossip graph: an ordered phone book, the rotation through it, and its checks."""
 
 import inspect
 import math
@@ -11,195 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-
-def as_size(argument: str, value: object, least: int = 1) -> int:
-    """Return `value` as an int; raise `ValueError` unless it is an integer >= `least`."""
-    size = _plain(value)
-    if not isinstance(size, int) or isinstance(size, bool) or size < least:
-        raise ValueError(f"`{argument}` must be an int >= {least}, got {value!r}.")
-    return size
-
-
-def as_rows(argument: str, table: Any) -> tuple[tuple[Any, ...], ...]:
-    """Return `table` as tuples of ints; entries of other types stay, for a later check to name."""
-    try:
-        return tuple(tuple(map(_plain, row)) for row in table)
-    except TypeError:
-        raise ValueError(
-            f"`{argument}` must hold one sequence of peers per node, got {table!r}."
-        ) from None
-
-
-def _plain(entry: Any) -> Any:
-    if isinstance(entry, bool):
-        return entry
-    try:
-        return operator.index(entry)
-    except TypeError:
-        return entry
-
-
-def check_even(name: str, num_nodes: int) -> None:
-    """Raise `ValueError` for an odd number of nodes above 1."""
-    if num_nodes % 2 and num_nodes > 1:
-        raise ValueError(
-            f"{name}: `num_nodes` must be even, since nodes exchange in pairs of an even and an "
-            f"odd one and one would be left over; got {num_nodes}."
-        )
-
-
-def accepts(value: Any, *arguments: str) -> bool:
-    """Return whether `value` can be called with these positional arguments, as far as is known."""
-    if not callable(value):
-        return False
-    try:
-        inspect.signature(value).bind(*arguments)
-    except TypeError:
-        return False
-    except ValueError:  # some built-in functions have no signature
-        pass
-    return True
-
-
-def describe_value(value: Any) -> str:
-    """Return text for messages: a function with its parameters, or the `repr` of other values."""
-    try:
-        return f"{value.__name__}, which takes ({parameters(value)})"
-    except (AttributeError, TypeError, ValueError):
-        return repr(value)
-
-
-def parameters(function: Any) -> str:
-    """Return the names of a function's parameters, separated by commas."""
-    return ", ".join(inspect.signature(function).parameters)
-
-
 Edge = tuple[int, int]  # (source, destination)
-
-
-def colour_edges(edges: Sequence[Edge]) -> list[list[Edge]]:
-    """Split `edges` into as few partial permutations as possible.
-
-    In a partial permutation a node sends at most once and receives at most once, as a collective
-    permute requires. Senders and receivers are the two sides of a bipartite multigraph, so its
-    largest degree is the number of permutations needed (König, 1916).
-
-    Args:
-      edges: (source, destination) pairs, repetitions allowed.
-
-    Returns:
-      One list per permutation, as many as the largest number of edges at one source or destination.
-      Edges that are already ordered as whole permutations keep these permutations.
-    """
-    sending: list[dict[int, int]] = []  # per colour: source -> destination
-    receiving: list[dict[int, int]] = []  # per colour: destination -> source
-    for source, destination in edges:
-        free = _first_free(source, sending)
-        taken = _first_free(destination, receiving)
-        while max(free, taken) >= len(sending):
-            sending.append({})
-            receiving.append({})
-        if free != taken:
-            _swap_path(destination, free, taken, sending, receiving)
-        sending[free][source] = destination
-        receiving[free][destination] = source
-    return [sorted(colour.items()) for colour in sending]
-
-
-def _first_free(node: int, used: list[dict[int, int]]) -> int:
-    return next((c for c, colour in enumerate(used) if node not in colour), len(used))
-
-
-def _swap_path(
-    destination: int,
-    free: int,
-    taken: int,
-    sending: list[dict[int, int]],
-    receiving: list[dict[int, int]],
-) -> None:
-    """Free colour `free` at `destination`, which has no edge of colour `taken`.
-
-    The edges of these two colours form paths and even cycles. Swapping the colours along the path
-    from `destination` keeps the colouring valid, and cannot reach the source without colour `free`.
-    """
-    path: list[tuple[int, int, int, int]] = []  # source, destination, colour, new colour
-    node = destination
-    while node in receiving[free]:
-        source = receiving[free][node]
-        path.append((source, node, free, taken))
-        if source not in sending[taken]:
-            break
-        node = sending[taken][source]
-        path.append((source, node, taken, free))
-    for source, node, colour, _ in path:
-        del sending[colour][source], receiving[colour][node]
-    for source, node, _, colour in path:
-        sending[colour][source], receiving[colour][node] = node, source
-
-
-def check_phone_book(
-    name: str, num_nodes: int, rows: Sequence[Sequence[int]], bipartite: bool
-) -> None:
-    """Raise `ValueError` for a phone book with invalid rows or entries, or with self-loops."""
-    if len(rows) != num_nodes:
-        raise ValueError(
-            f"{name}: the phone book must have one row per node, got {len(rows)} rows for "
-            f"`num_nodes`={num_nodes}."
-        )
-    for node, row in enumerate(rows):
-        for peer in row:
-            is_int = isinstance(peer, int) and not isinstance(peer, bool)
-            if not is_int or not 0 <= peer < num_nodes:
-                raise ValueError(
-                    f"{name}: the phone book of node {node} names {peer!r}, and nodes are ints, 0 "
-                    f"to {num_nodes - 1}."
-                )
-            if peer == node:
-                raise ValueError(
-                    f"{name}({num_nodes}): node {node} would send to itself (its phone book is "
-                    f"{list(row)}); the share that it keeps is the mixing's matter."
-                )
-            if bipartite and (peer - node) % 2 == 0:
-                raise ValueError(
-                    f"{name}({num_nodes}): a bipartite graph joins even with odd nodes, and node "
-                    f"{node} would send to {peer}."
-                )
-
-
-def check_connectivity(name: str, num_nodes: int, rows: Sequence[Sequence[int]]) -> None:
-    """Raise `ValueError` unless the value of every node can reach all others.
-
-    Args:
-      name: name of the graph, for messages.
-      num_nodes: number of nodes.
-      rows: per node, the peers that the rotation uses.
-    """
-    backward: list[list[int]] = [[] for _ in rows]
-    for source, row in enumerate(rows):
-        for peer in row:
-            backward[peer].append(source)
-    for table, text in (
-        (rows, "what node 0 holds never reaches node {}"),
-        (backward, "what node {} holds never reaches node 0"),
-    ):
-        if missing := set(range(num_nodes)) - reachable(table):
-            raise ValueError(
-                f"{name}({num_nodes}): every node must be able to reach every other over the peers "
-                f"that get a turn, and {text.format(min(missing))}."
-            )
-
-
-def reachable(table: Sequence[Sequence[int]]) -> set[int]:
-    """Return the nodes that can be reached from node 0."""
-    seen, todo = {0}, [0]
-    while todo:
-        for peer in table[todo.pop()]:
-            if peer not in seen:
-                seen.add(peer)
-                todo.append(peer)
-    return seen
-
-
 Peers = tuple[tuple[int, ...], ...]  # one tuple of peers per node
 
 # Rows of many different lengths start over together only after millions of exchanges, and every
@@ -254,10 +63,9 @@ class Graph:
         check_connectivity(self.name, self.num_nodes, in_use)
         if self.num_rounds > MAX_ROUNDS:
             raise ValueError(
-                f"{self.name}({self.num_nodes}): a rotation must have at most {MAX_ROUNDS} "
-                f"exchanges, and rows of lengths {sorted(set(map(len, self.phone_book)))} take "
-                f"{self.num_rounds} until all start over together; make them equally long, by "
-                "repeating peers, or send to all of them every time."
+                f"{self.name}({self.num_nodes}): rows of lengths "
+                f"{sorted(set(map(len, self.phone_book)))} start over together after "
+                f"{self.num_rounds} exchanges, more than {MAX_ROUNDS}: make them equally long."
             )
 
     @cached_property
@@ -372,6 +180,72 @@ def unique(row: Sequence[int]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(row))
 
 
+# Messages of an exchange as partial permutations.
+
+
+def colour_edges(edges: Sequence[Edge]) -> list[list[Edge]]:
+    """Split `edges` into as few partial permutations as possible.
+
+    In a partial permutation a node sends at most once and receives at most once, as a collective
+    permute requires. Senders and receivers are the two sides of a bipartite multigraph, so its
+    largest degree is the number of permutations needed (König, 1916).
+
+    Args:
+      edges: (source, destination) pairs, repetitions allowed.
+
+    Returns:
+      One list per permutation, as many as the largest number of edges at one source or destination.
+      Edges that are already ordered as whole permutations keep these permutations.
+    """
+    sending: list[dict[int, int]] = []  # per colour: source -> destination
+    receiving: list[dict[int, int]] = []  # per colour: destination -> source
+    for source, destination in edges:
+        free = _first_free(source, sending)
+        taken = _first_free(destination, receiving)
+        while max(free, taken) >= len(sending):
+            sending.append({})
+            receiving.append({})
+        if free != taken:
+            _swap_path(destination, free, taken, sending, receiving)
+        sending[free][source] = destination
+        receiving[free][destination] = source
+    return [sorted(colour.items()) for colour in sending]
+
+
+def _first_free(node: int, used: list[dict[int, int]]) -> int:
+    return next((c for c, colour in enumerate(used) if node not in colour), len(used))
+
+
+def _swap_path(
+    destination: int,
+    free: int,
+    taken: int,
+    sending: list[dict[int, int]],
+    receiving: list[dict[int, int]],
+) -> None:
+    """Free colour `free` at `destination`, which has no edge of colour `taken`.
+
+    The edges of these two colours form paths and even cycles. Swapping the colours along the path
+    from `destination` keeps the colouring valid, and cannot reach the source without colour `free`.
+    """
+    path: list[tuple[int, int, int, int]] = []  # source, destination, colour, new colour
+    node = destination
+    while node in receiving[free]:
+        source = receiving[free][node]
+        path.append((source, node, free, taken))
+        if source not in sending[taken]:
+            break
+        node = sending[taken][source]
+        path.append((source, node, taken, free))
+    for source, node, colour, _ in path:
+        del sending[colour][source], receiving[colour][node]
+    for source, node, _, colour in path:
+        sending[colour][source], receiving[colour][node] = node, source
+
+
+# Checks of arguments.
+
+
 def check_graph(owner: str, graph: Any) -> None:
     """Raise `ValueError` unless `graph` is a graph, a function that makes one, or None.
 
@@ -384,8 +258,119 @@ def check_graph(owner: str, graph: Any) -> None:
     """
     if graph is None or isinstance(graph, Graph) or accepts(graph, "num_nodes"):
         return
-    hint = "; did you mean `mixing`?" if accepts(graph, "graph", "step") else "."
     raise ValueError(
         f"{owner}: `graph` must be a js.topology.Graph, a function of the number of nodes that "
-        f"makes one, or None, got {describe_value(graph)}{hint}"
+        f"makes one, or None, got {graph!r}."
     )
+
+
+def check_phone_book(
+    name: str, num_nodes: int, rows: Sequence[Sequence[int]], bipartite: bool
+) -> None:
+    """Raise `ValueError` for a phone book with invalid rows or entries, or with self-loops."""
+    if len(rows) != num_nodes:
+        raise ValueError(
+            f"{name}: the phone book must have one row per node, got {len(rows)} rows for "
+            f"`num_nodes`={num_nodes}."
+        )
+    for node, row in enumerate(rows):
+        for peer in row:
+            is_int = isinstance(peer, int) and not isinstance(peer, bool)
+            if not is_int or not 0 <= peer < num_nodes:
+                raise ValueError(
+                    f"{name}: the phone book of node {node} names {peer!r}, and nodes are ints, 0 "
+                    f"to {num_nodes - 1}."
+                )
+            if peer == node:
+                raise ValueError(
+                    f"{name}({num_nodes}): node {node} would send to itself (its phone book is "
+                    f"{list(row)}); the share that it keeps is the mixing's matter."
+                )
+            if bipartite and (peer - node) % 2 == 0:
+                raise ValueError(
+                    f"{name}({num_nodes}): a bipartite graph joins even with odd nodes, and node "
+                    f"{node} would send to {peer}."
+                )
+
+
+def check_connectivity(name: str, num_nodes: int, rows: Sequence[Sequence[int]]) -> None:
+    """Raise `ValueError` unless the value of every node can reach all others.
+
+    Args:
+      name: name of the graph, for messages.
+      num_nodes: number of nodes.
+      rows: per node, the peers that the rotation uses.
+    """
+    backward: list[list[int]] = [[] for _ in rows]
+    for source, row in enumerate(rows):
+        for peer in row:
+            backward[peer].append(source)
+    for table, text in (
+        (rows, "what node 0 holds never reaches node {}"),
+        (backward, "what node {} holds never reaches node 0"),
+    ):
+        if missing := set(range(num_nodes)) - reachable(table):
+            raise ValueError(
+                f"{name}({num_nodes}): every node must be able to reach every other over the peers "
+                f"that get a turn, and {text.format(min(missing))}."
+            )
+
+
+def reachable(table: Sequence[Sequence[int]]) -> set[int]:
+    """Return the nodes that can be reached from node 0."""
+    seen, todo = {0}, [0]
+    while todo:
+        for peer in table[todo.pop()]:
+            if peer not in seen:
+                seen.add(peer)
+                todo.append(peer)
+    return seen
+
+
+def as_size(argument: str, value: object, least: int = 1) -> int:
+    """Return `value` as an int; raise `ValueError` unless it is an integer >= `least`."""
+    size = _plain(value)
+    if not isinstance(size, int) or isinstance(size, bool) or size < least:
+        raise ValueError(f"`{argument}` must be an int >= {least}, got {value!r}.")
+    return size
+
+
+def as_rows(argument: str, table: Any) -> tuple[tuple[Any, ...], ...]:
+    """Return `table` as tuples of ints; entries of other types stay, for a later check to name."""
+    try:
+        return tuple(tuple(map(_plain, row)) for row in table)
+    except TypeError:
+        raise ValueError(
+            f"`{argument}` must hold one sequence of peers per node, got {table!r}."
+        ) from None
+
+
+def _plain(entry: Any) -> Any:
+    if isinstance(entry, bool):
+        return entry
+    try:
+        return operator.index(entry)
+    except TypeError:
+        return entry
+
+
+def check_even(name: str, num_nodes: int) -> None:
+    """Raise `ValueError` for an odd number of nodes above 1."""
+    if num_nodes % 2 and num_nodes > 1:
+        raise ValueError(
+            f"{name}: `num_nodes` must be even, since nodes exchange in pairs of an even and an "
+            f"odd one and one would be left over; got {num_nodes}."
+        )
+
+
+def accepts(value: Any, *arguments: str) -> bool:
+    """Return whether `value` can be called with these positional arguments, as far as is known."""
+    if not callable(value):
+        return False
+    try:
+        inspect.signature(value).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # some built-in functions have no signature
+        pass
+    return True

@@ -1,6 +1,5 @@
 """Building blocks of transforms that exchange, without the algorithms themselves."""
 
-from ..tree import Flats, TreePacking
 from ._algorithm import (
     Algorithm,
     Carry,

@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -140,13 +141,6 @@ class Event:
             return name == self.name
         word, _, form = str(name).rpartition(" ")
         return word == self.name and form.isdecimal() and int(form) < (self.forms or math.inf)
-
-    def run_in_scope(self, carry: Carry, replicas: ReplicaGroup, context: UpdateContext) -> Carry:
-        """Run it in a scope of its name; forms that take turns name themselves."""
-        if self.forms is not None:
-            return self.run(carry, replicas, context)
-        with phase_scope(self.name):
-            return self.run(carry, replicas, context)
 
 
 class OverlappedExchange(NamedTuple):
@@ -338,7 +332,9 @@ class Algorithm:
         def call(event: Event, carry: Carry) -> Carry:
             # What no event changes passes through no conditional.
             replicas = with_layout(event.over or self.groups[-1])
-            new = event.run_in_scope(carry._replace(before=before), replicas, context)
+            # Forms that take turns name their scopes themselves.
+            with phase_scope(event.name) if event.forms is None else nullcontext():
+                new = event.run(carry._replace(before=before), replicas, context)
             if carry.moments is not None and event.inner_state == "keep":
                 # Copies of parameters in the optimizer must move too: it would undo the exchange.
                 old = rounded_params(carry._replace(before=before))

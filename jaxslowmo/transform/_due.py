@@ -135,16 +135,10 @@ def instants(schedules: Iterable[Every]) -> list[int]:
 
 def _is_congruent(t: Any, shift: int, k: int) -> Any:
     """Return `(t - shift) % k == 0` for an integer array whose dtype may not hold the ints."""
-    least, most = np.iinfo(t.dtype).min, np.iinfo(t.dtype).max
-    first = shift % k
+    first, most = shift % k, int(np.iinfo(t.dtype).max)
     if k <= most:
         return t % k == first
-    # All values of the dtype are within one period on either side of 0.
-    is_congruent = t != t  # False everywhere
-    for candidate in (first - k, first):
-        if least <= candidate <= most:
-            is_congruent = is_congruent | (t == candidate)
-    return is_congruent
+    return t == first if first <= most else t != t  # every t >= 1 is within one period
 
 
 Communicate = bool | jax.Array

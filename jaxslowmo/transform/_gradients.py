@@ -1,7 +1,4 @@
-"""Gradient transforms: an optax transform with a `Reduction` that says what it does.
-
-Chains of transforms, and their stacked states.
-"""
+"""Gradient transforms: an optax transform with a `Reduction` that says what it does; and chains."""
 
 import functools
 from collections import Counter
@@ -34,7 +31,7 @@ from ..mesh import (
 )
 from ..tree import Staged
 from ._due import Communicate, logical_and, logical_or
-from ._optax_states import WithSpec, check_order, gradient_state, holds_state, moving_states
+from ._optax_states import TypedTransform, check_order, gradient_state, holds_state, moving_states
 from ._parameter_transform import ParameterTransform
 from ._replica_group import check_axis_argument
 
@@ -212,7 +209,7 @@ def spec_of(transform: optax.GradientTransformation) -> Reduction:
     return _IDENTITY if code is _UPDATE_OF_IDENTITY.__code__ else _UNKNOWN
 
 
-class GradientTransform(WithSpec):
+class GradientTransform(TypedTransform):
     """An optax transform of gradients with a description of what it does.
 
     All gradient transforms of this package are such, and `js.gradient_transform` makes one from
@@ -440,8 +437,8 @@ def chain(*transforms: optax.GradientTransformation) -> Chain:
         count -= 1
     if late := [x for x in parts[:count] if isinstance(x, ParameterTransform)]:
         raise ValueError(
-            f"chain: nothing but parameter transforms may follow {late[0]!r}: it would change the "
-            "difference that leads to the synchronised parameters, and replicas would drift apart."
+            f"chain: nothing but parameter transforms may follow {late[0]!r}: it would change "
+            "where the exchange leads, and replicas would drift apart."
         )
     every = [over_stages(part) for part in parts]
     first, last = every[:count], every[count:]
@@ -565,9 +562,8 @@ def _warn_of_copies(state: PyTree, shifted: Counter[str]) -> None:
     names = sorted(Counter(moving_states(state)) - shifted)
     if names and holds_state(state, "parameters"):
         warn_user(
-            f"init: `tx` holds an optimizer that remembers parameters ({', '.join(names)}) and a "
-            "parameter transform, whose exchange it undoes. Make the chain by js.chain, whose "
-            "copies move along, or pass the two as `optimizer` and `sync` of js.make_train_step."
+            f"init: `tx` holds an optimizer that remembers parameters ({', '.join(names)}), and "
+            "undoes exchanges: make the chain by js.chain, or pass js.make_train_step both."
         )
 
 

@@ -80,7 +80,13 @@ def moment_events(
       ValueError: an argument `inner_state` that is no `InnerPeriods`, or a period below 1.
     """
     if not isinstance(inner_state, Mapping):
-        return check_inner_state(owner, inner_state), ()
+        if inner_state not in get_args(InnerState):
+            raise ArgumentError(
+                "inner_state",
+                f"{owner}: `inner_state` must be one of {get_args(InnerState)}, or map fields of "
+                f'optax states to periods, such as {{"mu": js.every(96)}}, got {inner_state!r}.',
+            )
+        return inner_state, ()
 
     def run(carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, field: str) -> Carry:
         return update_moments(carry, carry, replicas, context, "average", field)
@@ -106,17 +112,6 @@ def check_fields(owner: str, fields: list[str], moments: PyTree, params: PyTree)
         check_names(f"{owner}: `inner_state`", fields, list(known), "moments of this optimizer")
 
 
-def check_inner_state(owner: str, inner_state: Any) -> InnerState:
-    """Return the argument `inner_state`; raise `ValueError` unless it is one."""
-    if inner_state not in get_args(InnerState):
-        raise ArgumentError(
-            "inner_state",
-            f"{owner}: `inner_state` must be one of {get_args(InnerState)}, or map fields of optax "
-            f'states to periods, such as {{"mu": js.every(96)}}, got {inner_state!r}.',
-        )
-    return inner_state
-
-
 def _parts(moments: PyTree, params: PyTree) -> tuple[list[Any], Any, dict[int, str]]:
     """Return the parts of an optimizer's state, its structure, and the names of some of them.
 
@@ -133,9 +128,8 @@ def _parts(moments: PyTree, params: PyTree) -> tuple[list[Any], Any, dict[int, s
         if path[:-1] not in nodes and np.ndim(x) and _is_floating(x):
             raise ArgumentError(
                 "inner_state",
-                "`inner_state` changes what an optimizer keeps in trees like the parameters, and "
-                f"this one has {x.dtype}{list(x.shape)} in another form: leave out what brings it "
-                'there, or use inner_state="keep".',
+                "`inner_state` changes trees like the parameters in an optimizer's state, and "
+                f"this one has {x.dtype}{list(x.shape)} in another form: leave that out.",
             )
     names = {
         i: keystr(path[-1:], simple=True)

@@ -1,9 +1,7 @@
-"""The classes of states, by which chains and checkpoints know what a state is of.
+"""What the class of a state says of its transform: what it exchanges, and what exchanges must move.
 
-A table of optimizers that keep copies of parameters, or update in some calls only.
-
-Optimizers of optax are known by the classes of their states; others say it by
-`js.spec.remembers_parameters`.
+Transforms of this library register their classes. Optimizers of optax are known by theirs; others
+say it by `js.spec.remembers_parameters`.
 
 Most optimizers read the parameters that they receive and store only gradients. Some store
 parameters: COCOB computes every new value from the initial one, schedule-free training from a
@@ -21,6 +19,7 @@ Other copies are *reference points*, such as the initial parameters of DoG, whos
 the distance from them. They are the same on all replicas and are not shifted.
 """
 
+import contextlib
 import functools
 import typing
 from collections import OrderedDict
@@ -46,7 +45,12 @@ class TypedTransform(optax.GradientTransformationExtraArgs):
     parameters vary over, and each update returns it typed as it was, so that it can be carried by a
     loop or leave the `shard_map` as it came in. Results of means stay typed as equal. Elsewhere
     both functions are called as they are.
+
+    Attributes:
+      settings: the factory of this package that made it, and its arguments; None for other ones.
     """
+
+    settings: Settings | None = None
 
     def __new__(cls, init: Callable[[PyTree], PyTree], update: Callable[..., Any]) -> Self:
         """Make the transform of two functions, which need not care for these types."""
@@ -65,16 +69,6 @@ class TypedTransform(optax.GradientTransformationExtraArgs):
             return updates, match_varying(after, state) if tracks_types() else after
 
         return super().__new__(cls, typing.cast("optax.TransformInitFn", typed_init), typed_update)
-
-
-class WithSpec(TypedTransform):
-    """An optax transform that holds more than its two functions, which copies keep.
-
-    Attributes:
-      settings: the factory of this package that made it, and its arguments; None for other ones.
-    """
-
-    settings: Settings | None = None
 
     # `copy` makes a tuple from its items, without other attributes. Copies of any depth share
     # functions, so a transform is its own copy.
@@ -173,12 +167,10 @@ def check_order(owner: str, state: PyTree) -> None:
         moves = [holds_state(member, "parameters") for _, member in members]
         if moves != sorted(moves):
             first = moves.index(True)
-            before, late = members[first], members[moves.index(False, first)]
+            (place, before), (where, late) = members[first], members[moves.index(False, first)]
             raise ValueError(
-                f"{owner}: `tx` is a chain in which something follows a parameter transform, "
-                f"which must come last: after {before[0]}, {type(before[1]).__name__}, stands "
-                f"{late[0]}, {type(late[1]).__name__}. It would change the difference that leads "
-                "to the synchronised parameters, and replicas would drift apart: put it before."
+                f"{owner}: `tx` is a chain in which a parameter transform must come last, and "
+                f"after {place}, {type(before).__name__}, stands {where}, {type(late).__name__}."
             )
         for _, member in members:
             check_order(owner, member)
@@ -277,12 +269,10 @@ def _known_classes() -> dict[type, Known]:
     """Return the table by class, of the classes and fields that the installed optax has."""
     known = {}
     for path, row in _OPTAX.items():
-        try:
+        with contextlib.suppress(AttributeError):
             kind = attrgetter(path)(optax)
-        except AttributeError:
-            continue
-        if {*row.moves, *row.stays} <= {*kind._fields}:
-            known[kind] = row
+            if {*row.moves, *row.stays} <= {*kind._fields}:
+                known[kind] = row
     return known
 
 
@@ -436,7 +426,6 @@ def _add_shift(name: str, copies: PyTree, shift: PyTree) -> PyTree:
         return jax.tree.map(one, copies, shift, is_leaf=lambda x: isinstance(x, optax.MaskedNode))
     except ValueError:
         raise ValueError(
-            f"{name}, a copy of the parameters in the optimizer's state, must move with them when "
-            "they are synchronised, and is no tree like the parameters. Leave out what brings it "
-            "into another form, such as optax.flatten."
+            f"{name}, a copy of the parameters in the optimizer's state, must move with them, and "
+            "is no tree like them: leave out what brings it there, such as optax.flatten."
         ) from None

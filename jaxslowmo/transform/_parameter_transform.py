@@ -1,8 +1,6 @@
-"""Checks of the arguments and states that updates of transforms receive.
+"""Parameter transforms: the optax pair of an algorithm, the checks of its arguments, and its state.
 
-Parameter transforms: the optax pair of an algorithm that exchanges parameters.
-
-The states of an exchange between the replicas of a step, and where their arrays lie.
+Inside mapped axes `init` makes the state, and in a training step `first_states`.
 """
 
 import dataclasses
@@ -41,74 +39,12 @@ from ..tree import (
 from ._algorithm import Algorithm, Carry, UpdateContext
 from ._due import Communicate, increment, instants
 from ._inner_state import check_fields
-from ._optax_states import WithSpec, moving_states, register_state
+from ._optax_states import TypedTransform, moving_states, register_state
 from ._replica_group import ReplicaGroup, check_axis_argument
 from ._stacked import StackedReplicas, cut_spec
 
-
-def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
-    """Return `updates`, or zeros on a replica of weight 0, whose batch may hold anything."""
-    if weight is None:
-        return updates
-    # Select instead of multiplying: 0 * NaN is NaN.
-    alive = weight > 0
-    return jax.tree.map(lambda u: zero_unless(alive, jnp.asarray(u)), updates)
-
-
-def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisName) -> None:
-    """Raise `ValueError` for new parameters whose types say that they are equal on all replicas.
-
-    For parameters that are equal over an axis, `shard_map` with its default check sums gradients
-    over that axis.
-    """
-    tracked = [a for a in axis_names(axis_name) if axis_size(a) > 1 and checks_varying(a)]
-    if not tracked:
-        return
-    # If an update varies, so do the new parameters.
-    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=False)
-    missing = {
-        i: ", ".join(map(repr, axes))
-        for i, (p, u) in enumerate(pairs)
-        if (axes := [a for a in tracked if a not in varying_axes(p) | varying_axes(u)])
-    }
-    if missing:
-        # Naming thousands of leaves is slow, so it is done for a message only.
-        names = leaf_names(params)
-        wrong = [f"{names[i]} (over {axes})" for i, axes in missing.items()]
-        raise ValueError(
-            f"{owner}: parameters and updates must differ between replicas, and by their types "
-            f"these do not, so jax has summed their gradients over the replicas already: "
-            f"{', '.join(wrong)}. Give every replica its own parameters (`js.replicate`, in_specs "
-            "P(axis_name)), or mark them before differentiating: `jax.lax.pcast(params, axis_name, "
-            'to="varying")`.'
-        )
-
-
-def check_weight(owner: str, weight: Any) -> jax.Array | None:
-    """Return `weight` as a () float32 array, or None.
-
-    Raises:
-      ValueError: not a real scalar, or a number of Python or NumPy that is below 0 or not finite.
-    """
-    if weight is None:
-        return None
-    # Arrays of jax are checked by type, since their values may be traced.
-    shape, dtype = jnp.shape(weight), jnp.result_type(weight)
-    if shape != () or not (jnp.issubdtype(dtype, jnp.floating) or dtype.kind in "biu"):
-        raise ValueError(
-            f"{owner}: `weight` must be a real scalar, this replica's share in the mean, got "
-            f"{dtype}{list(shape)}."
-        )
-    if not isinstance(weight, jax.Array) and not 0 <= float(weight) < math.inf:
-        raise ValueError(f"{owner}: `weight` must be >= 0 and finite, got {weight}.")
-    return jnp.asarray(weight).astype(jnp.float32)
-
-
 _MUCH = 0.1  # share of a sharded state's bytes that may stay whole without a warning
-_WHOLE_ANYWHERE = (
-    "The state is sharded over that axis; with `shard_state=False` each replica has all of it, and "
-    "`init` works anywhere."
-)
+_WHOLE_ANYWHERE = "Or with `shard_state=False` each replica has all of the state."
 
 
 class ExchangeState(NamedTuple):
@@ -122,7 +58,7 @@ class ExchangeState(NamedTuple):
 register_state(ExchangeState, "parameters", needs_owner=True)
 
 
-class ParameterTransform(WithSpec):
+class ParameterTransform(TypedTransform):
     """An optax transform that comes last in a chain and sets the parameters themselves.
 
     Let y = params + updates. `update` returns the difference of the new parameters and `params`; if
@@ -370,9 +306,8 @@ class _Pair:
         if self._algorithm.inner_state != "keep" and init is None:
             raise ArgumentError(
                 "inner_state",
-                f"{owner}: `inner_state`={self._algorithm.inner_state!r} changes the state of the "
-                "optimizer, which a transform alone does not see: use js.make_train_step or "
-                'js.chain, not an optax.chain, or inner_state="keep".',
+                f"{owner}: `inner_state`={self._algorithm.inner_state!r} changes the state of "
+                "the optimizer: use js.make_train_step or js.chain, not an optax.chain.",
             )
         algorithm = self._bind_algorithm(params, stacked)
         fields = [event.field for event in algorithm.events if event.field is not None]
@@ -431,9 +366,8 @@ class _Pair:
         found = [sum(map(event.matches, names)) for event in algorithm.events]
         if not isinstance(phase, tuple) or max(found, default=0) > 1 or sum(found) < len(names):
             raise ValueError(
-                f"{algorithm.owner}: `phase` must come from `transform.phase(t)`, a tuple of names "
-                f"of events out of {[event.name_in_phase(0) for event in algorithm.events]}, got "
-                f"{phase!r}."
+                f"{algorithm.owner}: `phase` must come from `transform.phase(t)`, names out of "
+                f"{[event.name_in_phase(0) for event in algorithm.events]}, got {phase!r}."
             )
 
     def _check_state(self, state: PyTree, params: PyTree) -> None:
@@ -446,8 +380,7 @@ class _Pair:
         if actual != expected:
             raise ValueError(
                 f"{self._owner}: `state` must be what this transform's `init` makes for these "
-                f"parameters, {_describe_form(expected)}, got {_describe_form(actual)}: was it "
-                "made by another transform, or with other arguments?"
+                f"parameters, {_describe_form(expected)}, got {_describe_form(actual)}."
             )
 
     def _kind(self, params: PyTree) -> Hashable:
@@ -456,6 +389,64 @@ class _Pair:
         mesh = jax.sharding.get_abstract_mesh()
         sizes = tuple(map(axis_size, self._algorithm.bound_axes))
         return _form(params), sizes, mesh, specs_key(typed_specs(params))
+
+
+# Arguments of updates.
+
+
+def unless_idle(updates: PyTree, weight: jax.Array | None) -> PyTree:
+    """Return `updates`, or zeros on a replica of weight 0, whose batch may hold anything."""
+    if weight is None:
+        return updates
+    # Select instead of multiplying: 0 * NaN is NaN.
+    alive = weight > 0
+    return jax.tree.map(lambda u: zero_unless(alive, jnp.asarray(u)), updates)
+
+
+def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisName) -> None:
+    """Raise `ValueError` for new parameters whose types say that they are equal on all replicas.
+
+    For parameters that are equal over an axis, `shard_map` with its default check sums gradients
+    over that axis.
+    """
+    tracked = [a for a in axis_names(axis_name) if axis_size(a) > 1 and checks_varying(a)]
+    if not tracked:
+        return
+    # If an update varies, so do the new parameters.
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(updates), strict=False)
+    missing = {
+        i: ", ".join(map(repr, axes))
+        for i, (p, u) in enumerate(pairs)
+        if (axes := [a for a in tracked if a not in varying_axes(p) | varying_axes(u)])
+    }
+    if missing:
+        # Naming thousands of leaves is slow, so it is done for a message only.
+        names = leaf_names(params)
+        wrong = [f"{names[i]} (over {axes})" for i, axes in missing.items()]
+        raise ValueError(
+            f"{owner}: by their types equal on all replicas, so jax has summed their gradients: "
+            f"{', '.join(wrong)}. Use `js.replicate`, or `jax.lax.pcast` before differentiating."
+        )
+
+
+def check_weight(owner: str, weight: Any) -> jax.Array | None:
+    """Return `weight` as a () float32 array, or None.
+
+    Raises:
+      ValueError: not a real scalar, or a number of Python or NumPy that is below 0 or not finite.
+    """
+    if weight is None:
+        return None
+    # Arrays of jax are checked by type, since their values may be traced.
+    shape, dtype = jnp.shape(weight), jnp.result_type(weight)
+    if shape != () or not (jnp.issubdtype(dtype, jnp.floating) or dtype.kind in "biu"):
+        raise ValueError(
+            f"{owner}: `weight` must be a real scalar, this replica's share in the mean, got "
+            f"{dtype}{list(shape)}."
+        )
+    if not isinstance(weight, jax.Array) and not 0 <= float(weight) < math.inf:
+        raise ValueError(f"{owner}: `weight` must be >= 0 and finite, got {weight}.")
+    return jnp.asarray(weight).astype(jnp.float32)
 
 
 def _widen_update(update: Any) -> jax.Array:
@@ -502,6 +493,9 @@ def phase_name(phase: Phase) -> str:
     Communication: none.
     """
     return "+".join(phase) or "local"
+
+
+# The state in a training step, and where its arrays lie.
 
 
 def replica_types(stacked: PyTree) -> PyTree:

@@ -56,7 +56,7 @@ from ..mesh import (
 )
 from ..tree import (
     Buffer,
-    TreePacking,
+    BufferPlan,
     at_least_float32,
     leaf_names,
     note_buffers,
@@ -195,7 +195,7 @@ class ReplicaGroup:
         mesh, specs = jax.sharding.get_abstract_mesh(), self.param_specs
         if specs is None:
             specs = typed_specs(tree)
-            if specs is None and any(mesh.shape[name] > 1 for name in _inner_axes()):
+            if specs is None and _hides_layouts():
                 return None
         # One spec may stand for a whole subtree, as in jit and shard_map.
         try:
@@ -507,19 +507,16 @@ class ReplicaGroup:
 
 def _mean(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None, role: str | None) -> PyTree:
     axes, local, codec = group.axis_name, group.local_axis_name, group.codec
-    shares = [x for x in group.shares(weight) if x is not None]
+    factor, anyone = group.shares(weight)
+
+    def unless_all_idle(mean: jax.Array, x: jax.Array) -> jax.Array:
+        # If all replicas have run out of data the mean is 0 / 0: keep the values.
+        return mean if anyone is None else jnp.where(anyone, mean, x)
+
     if codec is None and _is_by_leaf(group):
         tree = _as_laid_out(tree, group)
-
-        def mean(x: jax.Array) -> jax.Array:
-            if not shares:
-                return all_mean(x, axes)
-            factor, anyone = shares
-            return jnp.where(anyone, all_mean(x, axes, factor=factor), x)
-
+        mean = lambda x: unless_all_idle(all_mean(x, axes, factor=factor), x)  # noqa: E731
         return jax.tree.map(mean, tree)
-
-    factor, anyone = shares or (None, None)
 
     def mean_of(flat: jax.Array) -> jax.Array:
         # Each of L devices in a replica sends its part: N bytes leave a replica, not L * N.
@@ -528,15 +525,14 @@ def _mean(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None, role: str
             mean += residual
         else:
             mean = all_mean(flat, axes, local, factor=factor)
-        # If all replicas have run out of data the mean is 0 / 0: keep the values.
-        return mean if anyone is None else jnp.where(anyone, mean, flat)
+        return unless_all_idle(mean, flat)
 
     packing = packing_of(tree, group, alone_bytes=LARGE_BYTES if local is None else None)
 
     def mean_of_buffer(buffer: Buffer, flat: jax.Array) -> jax.Array:
         if len(buffer.pieces) == 1 and local is None:
             # The compiler leaves out both reshapes, and with them the copies of packing.
-            flat = flat.reshape(packing.plan.shapes[buffer.leaves[0]])
+            flat = flat.reshape(packing.shapes[buffer.leaves[0]])
         if uses_blocks(flat):
             return exchange_in_blocks(lambda x: [mean_of(x)], flat)[0].reshape(-1)
         return mean_of(flat).reshape(-1)
@@ -648,12 +644,12 @@ def _buffers(
         if _is_alone(group, [x], [cuts[i]])
     ]
     rest = [k for k in range(len(cut)) if k not in alone]
-    buffers = packing_of([wide[k] for k in rest], group).plan.buffers
+    buffers = packing_of([wide[k] for k in rest], group).buffers
     found = [[rest[label] for label in dict.fromkeys(buffer.leaves)] for buffer in buffers]
     found += [[k] for k in alone]
     if role is not None:
         names = leaf_names(tree)
-        note_buffers(role, plan_buffers(wide, buckets=found), [names[i] for i in cut])
+        note_buffers(role, plan_buffers(wide, buckets=found).buffers, [names[i] for i in cut])
     return [[cut[k] for k in places] for places in found]
 
 
@@ -773,9 +769,8 @@ def checked_group(
     replicas = set(axis_names(axis_name))
     if stacked := [x for x in specs if replicas & {n for e in x for n in axis_names(e or ())}]:
         raise ValueError(
-            f"{owner}: `param_specs` are of one copy of the parameters and must not name the axis "
-            f"of the replicas, {axis_name!r}, got {stacked[0]}. Off stacked leaves they are read "
-            "as `P(*leaf.sharding.spec[1:])`."
+            f"{owner}: `param_specs` are of one copy, `P(*leaf.sharding.spec[1:])` of stacked "
+            f"leaves, and must not name the axis of the replicas, {axis_name!r}, got {stacked[0]}."
         )
     if codec is not None and not isinstance(codec, Codec):
         raise ArgumentError(
@@ -788,7 +783,7 @@ def checked_group(
 
 def packing_of(
     tree: PyTree, replicas: ReplicaGroup, *, alone_bytes: int | None = None
-) -> TreePacking:
+) -> BufferPlan:
     """Return the packing of trees like `tree`, of a device's blocks, in the group's buffers.
 
     Leaves of at least `alone_bytes` have a buffer each; None packs all.
@@ -804,7 +799,7 @@ def _plan_packing(
     types: tuple[tuple[tuple[int, ...], np.dtype], ...],
     bucket_bytes: int | None,
     alone_bytes: int | None,
-) -> TreePacking:
-    like = [jax.ShapeDtypeStruct(*each) for each in types]
+) -> BufferPlan:
+    like = treedef.unflatten([jax.ShapeDtypeStruct(*each) for each in types])
     limits = None if bucket_bytes is None else (bucket_bytes,)
-    return TreePacking(treedef, plan_buffers(like, limits=limits, alone_bytes=alone_bytes))
+    return plan_buffers(like, limits=limits, alone_bytes=alone_bytes)

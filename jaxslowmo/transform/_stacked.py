@@ -266,8 +266,7 @@ def vmap_replicas(
     Communication: that of the verbs of replicas in `fn`.
     """
     replicas = axis_names(axis_name)
-    count = math.prod(mesh.shape[name] for name in replicas)
-    numbers = jnp.arange(count, dtype=jnp.int32)
+    numbers = jnp.arange(StackedReplicas(mesh, axis_name).count, dtype=jnp.int32)
     context: Any = nullcontext()
     if has_device_per_position(mesh) and (explicit := _explicit_axes(mesh)):
         # Types name Explicit axes, of which `vmap` reads the context's mesh, and a user may set

@@ -6,7 +6,6 @@ from ._buffers import (
     Buffer,
     BufferPlan,
     Flats,
-    TreePacking,
     assign_buckets,
     note_buffers,
     noted_buffers,

@@ -1,13 +1,10 @@
-"""Assignment of leaves to buckets by size, dtype and label, as torch's reducer does.
+"""Flat buffers: which leaves each holds, by torch's rule of buckets, and the packing of trees.
 
-Static plans that pack the leaves of a tree into a few flat buffers, and notes about them.
-
-Packing of trees into flat buffers.
+Plans are static: they follow from shapes and dtypes. `noted_buffers` tells reports about them.
 """
 
 import contextlib
 import functools
-import heapq
 import itertools
 import math
 from collections import Counter
@@ -180,37 +177,26 @@ def check_explicit_buckets(leaves: Sequence[Any], buckets: Sequence[Sequence[int
 
 
 def _merge(closed: list[_Bucket], most: int) -> list[_Bucket]:
-    places: dict[Any, list[int]] = {}
-    for i, bucket in enumerate(closed):
-        places.setdefault(bucket.kind, []).append(i)
-    if len(places) > most:
+    kinds = {bucket.kind for bucket in closed}
+    if len(kinds) > most:
         raise ValueError(
-            f"`max_buckets` must be at least {len(places)} here, one for each dtype and each "
-            f"sparse leaf, got {most}."
+            f"`max_buckets` must be at least {len(kinds)} here, one for each dtype and each sparse "
+            f"leaf, got {most}."
         )
-    # The next one of each kind; a merged bucket has the position of the first.
-    after = dict(pair for of_kind in places.values() for pair in itertools.pairwise(of_kind))
-    left = dict(enumerate(closed))
-
-    def pair(j: int) -> tuple[int, int]:
-        """Return the total size of two neighbours, and the position of the first."""
-        return left[j].size_bytes + left[after[j]].size_bytes, j
-
-    # Sizes in the heap may be outdated: buckets only grow, so these pairs are found too early.
-    pairs = [pair(j) for j in after]
-    heapq.heapify(pairs)
-    while len(left) > most:
-        size, j = heapq.heappop(pairs)
-        if j in after and pair(j)[0] == size:
-            i = after.pop(j)
-            bucket, other = left[j], left.pop(i)
-            bucket.pieces += other.pieces
-            bucket.size_bytes, bucket.limit = size, max(bucket.limit, other.limit)
-            if i in after:
-                after[j] = after.pop(i)
-        if j in after:
-            heapq.heappush(pairs, pair(j))
-    return list(left.values())
+    closed = list(closed)
+    while len(closed) > most:
+        latest: dict[Any, int] = {}
+        pairs = []  # two neighbours of one kind: their total size, and where they are
+        for i, bucket in enumerate(closed):
+            if bucket.kind in latest:
+                j = latest[bucket.kind]
+                pairs.append((closed[j].size_bytes + bucket.size_bytes, j, i))
+            latest[bucket.kind] = i
+        size, j, i = min(pairs)
+        bucket, other = closed[j], closed.pop(i)
+        bucket.pieces += other.pieces
+        bucket.size_bytes, bucket.limit = size, max(bucket.limit, other.limit)
+    return closed
 
 
 def _check_labels(
@@ -255,20 +241,72 @@ class Buffer:
         return self.num_elements * self.dtype.itemsize
 
 
+Flats = list[jax.Array]  # one for each buffer
+OnBuffer = Callable[[Buffer, Any], Any]
+"""`fn(buffer, flat)`: called for a flat buffer."""
+
+
+def _identity(buffer: Buffer, flat: Any) -> Any:
+    del buffer
+    return flat
+
+
 @dataclass(frozen=True)
 class BufferPlan:
-    """A plan that packs leaves into flat buffers and unpacks them; static, from shapes only."""
+    """A plan by which trees of the same types are packed into flat buffers; static.
 
+    Attributes:
+      treedef: structure of the trees.
+      buffers: the buffers, and the leaves in them.
+      shapes: shape of each leaf.
+    """
+
+    treedef: Any
     buffers: tuple[Buffer, ...]
-    shapes: tuple[tuple[int, ...], ...]  # shape of each leaf
+    shapes: tuple[tuple[int, ...], ...]
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """The names of the tree's leaves."""
+        return leaf_names(self.treedef.unflatten(range(self.treedef.num_leaves)))
+
+    def pack(self, tree: PyTree, fn: OnBuffer = _identity, *, role: str | None = None) -> Flats:
+        """Pack `tree` and return `fn(buffer, flat)` for every flat buffer.
+
+        Args:
+          tree: tree of the planned structure; leaves are cast to the dtypes of the buffers.
+          fn: function of a buffer; by default it returns the buffer.
+          role: what the buffers are exchanged for, which `note_buffers` reports; None: no report.
+
+        Communication: only that of `fn`.
+        """
+        if role is not None:  # names are for reports only
+            note_buffers(role, self.buffers, self.names)
+        return self.map(fn, self._pack(self.treedef.flatten_up_to(tree)))
+
+    def map(self, fn: OnBuffer, flats: Sequence[Any]) -> list[Any]:
+        """Return `fn(buffer, flat)`, an array or several, for every flat buffer.
+
+        Communication: only that of `fn`.
+        """
+        return [fn(buffer, flat) for buffer, flat in zip(self.buffers, flats, strict=True)]
+
+    def unpack(self, flats: Sequence[Any]) -> PyTree:
+        """Return the tree in these buffers, in their dtypes; padding at the ends is dropped."""
+        return self.treedef.unflatten(self._unpack(flats))
+
+    def map_buffers(self, fn: OnBuffer, tree: PyTree, *, role: str | None = None) -> PyTree:
+        """Return `tree` with every flat buffer replaced by `fn(buffer, flat)`; see `pack`.
+
+        Communication: only that of `fn`.
+        """
+        return self.unpack(self.pack(tree, fn, role=role))
 
     # With `jax.jit` these are traced once per plan. A program can have several exchanges of one
     # kind of tree, each in a branch inside other branches.
 
     @functools.partial(jax.jit, static_argnums=0)
-    def pack(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Return one 1-D array per buffer, in the buffer's dtype."""
-
+    def _pack(self, leaves: Sequence[Any]) -> Flats:
         def part(piece: BucketPiece, dtype: np.dtype) -> Any:
             size = math.prod(self.shapes[piece.label])
             flat = reshape(leaves[piece.label], (size,))
@@ -278,8 +316,7 @@ class BufferPlan:
         return [lax.concatenate([part(p, b.dtype) for p in b.pieces], 0) for b in self.buffers]
 
     @functools.partial(jax.jit, static_argnums=0)
-    def unpack(self, packed: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the leaves that are in `packed`; padding at the ends is dropped."""
+    def _unpack(self, packed: Sequence[jax.Array]) -> list[jax.Array]:
         parts: list[list[jax.Array]] = [[] for _ in self.shapes]
         for buffer, flat in zip(self.buffers, packed, strict=True):
             sizes = [piece.stop - piece.start for piece in buffer.pieces]
@@ -317,7 +354,7 @@ def plan_buffers(
       ValueError: errors of `assign_buckets`; `buckets` that do not hold every leaf once, or that
         mix dtypes.
     """
-    leaves = jax.tree.leaves(tree)
+    leaves, treedef = jax.tree.flatten(tree)
     shapes = tuple(leaf.shape for leaf in leaves)
     visited = list(range(len(leaves))) if order is None else list(order)
     groups: list[Any] = [] if buckets is None else list(buckets)
@@ -335,7 +372,7 @@ def plan_buffers(
     if buckets is not None or not split_large:  # members are whole leaves
         groups = [[BucketPiece(i, 0, math.prod(shapes[i])) for i in group] for group in groups]
     buffers = tuple(Buffer(jnp.dtype(leaves[g[0].label].dtype), tuple(g)) for g in groups)
-    return BufferPlan(buffers, shapes)
+    return BufferPlan(treedef, buffers, shapes)
 
 
 @dataclass(frozen=True)
@@ -378,14 +415,12 @@ def noted_buffers() -> Iterator[list[Bucket]]:
         buffers += [note for plan in notes for note in plan]
 
 
-def note_buffers(exchange: str, plan: BufferPlan, names: Sequence[str]) -> None:
-    """Note the buffers of `plan` for an enclosing `noted_buffers`; called at trace time."""
+def note_buffers(exchange: str, buffers: Sequence[Buffer], names: Sequence[str]) -> None:
+    """Note the buffers of a plan for an enclosing `noted_buffers`; called at trace time."""
     notes = _listening.get()
-    if notes is None:
-        return
-    held = [tuple(names[i] for i in buffer.leaves) for buffer in plan.buffers]
-    buffers = zip(plan.buffers, held, strict=True)
-    notes[tuple(Bucket(exchange, b.size_bytes, b.dtype.name, own) for b, own in buffers)] = None
+    if notes is not None:
+        named = [(b, tuple(names[i] for i in b.leaves)) for b in buffers]
+        notes[tuple(Bucket(exchange, b.size_bytes, b.dtype.name, own) for b, own in named)] = None
 
 
 _FEW = 32  # up to so many parts, one kernel for each does not take long to compile
@@ -441,63 +476,3 @@ def _parts_of_tangent(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     # Transposed, this is one concatenation. The transpose of a dynamic slice is a whole buffer.
     return _split_at_unknown(*primals, sizes), _split_at_constants(*tangents, sizes)
-
-
-Flats = list[jax.Array]  # one for each buffer
-OnBuffer = Callable[[Buffer, Any], Any]
-"""`fn(buffer, flat)`: called for a flat buffer."""
-
-
-def _identity(buffer: Buffer, flat: Any) -> Any:
-    del buffer
-    return flat
-
-
-@dataclass(frozen=True)
-class TreePacking:
-    """A plan by which trees of the same types are packed into flat buffers.
-
-    Attributes:
-      treedef: structure of the trees.
-      plan: the buffers, and the leaves in them.
-    """
-
-    treedef: Any
-    plan: BufferPlan
-
-    @functools.cached_property
-    def names(self) -> list[str]:
-        """The names of the tree's leaves."""
-        return leaf_names(self.treedef.unflatten(range(self.treedef.num_leaves)))
-
-    def pack(self, tree: PyTree, fn: OnBuffer = _identity, *, role: str | None = None) -> Flats:
-        """Pack `tree` and return `fn(buffer, flat)` for every flat buffer.
-
-        Args:
-          tree: tree of the planned structure; leaves are cast to the dtypes of the buffers.
-          fn: function of a buffer; by default it returns the buffer.
-          role: what the buffers are exchanged for, which `note_buffers` reports; None: no report.
-
-        Communication: only that of `fn`.
-        """
-        if role is not None:  # names are for reports only
-            note_buffers(role, self.plan, self.names)
-        return self.map(fn, self.plan.pack(self.treedef.flatten_up_to(tree)))
-
-    def map(self, fn: OnBuffer, flats: Sequence[Any]) -> list[Any]:
-        """Return `fn(buffer, flat)`, an array or several, for every flat buffer.
-
-        Communication: only that of `fn`.
-        """
-        return [fn(buffer, flat) for buffer, flat in zip(self.plan.buffers, flats, strict=True)]
-
-    def unpack(self, flats: Sequence[Any]) -> PyTree:
-        """Return the tree that is packed in these buffers, in their dtypes."""
-        return self.treedef.unflatten(self.plan.unpack(flats))
-
-    def map_buffers(self, fn: OnBuffer, tree: PyTree, *, role: str | None = None) -> PyTree:
-        """Return `tree` with every flat buffer replaced by `fn(buffer, flat)`; see `pack`.
-
-        Communication: only that of `fn`.
-        """
-        return self.unpack(self.pack(tree, fn, role=role))

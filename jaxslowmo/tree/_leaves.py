@@ -3,8 +3,6 @@
 In a traced program `jax.numpy` takes two to four times as long for the same equation. It checks for
 promotion, broadcasting and other rules of NumPy, which leaves of one shape and dtype do not need.
 NumPy arrays stay NumPy arrays.
-
-Weighted means: sums that can be added up over microbatches, batches and calls.
 """
 
 import functools
@@ -80,8 +78,7 @@ def check_arrays(owner: str, tree: PyTree) -> None:
     if wrong:
         raise ValueError(
             f"{owner}: every leaf must be an array, got {', '.join(wrong)}. Keep the rest of a "
-            "model out of the tree, as `eqx.partition(model, eqx.is_inexact_array)` does for "
-            "Equinox."
+            "model out, as `eqx.partition(model, eqx.is_inexact_array)` does."
         )
 
 
@@ -97,10 +94,8 @@ def check_floating(owner: str, tree: PyTree) -> None:
     """
     if wrong := not_floating(tree):
         raise ValueError(
-            f"{owner} averages real floating-point leaves only, got {', '.join(wrong)}: "
-            "leave other leaves out with `optax.masked(transform, mask)` around the whole chain, "
-            "and give it zeros as their gradients; `js.make_train_step` takes them as "
-            "`model_state`."
+            f"{owner} averages real floating-point leaves only, got {', '.join(wrong)}: leave "
+            "others out by `optax.masked` around the whole chain, or make them `model_state`."
         )
 
 

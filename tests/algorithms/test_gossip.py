@@ -38,7 +38,7 @@ def test_weights_travel_where_what_is_in_flight_differs():
 
 
 def test_weights_that_float32_cannot_hold_are_refused():
-    with pytest.raises(ValueError, match=r"1e-30.*star\(128\)"):
+    with pytest.raises(ValueError, match=r"star\(128\).*1e-30"):
         plan(js.topology.star(128, peers_per_step=1))
     smallest, _ = js.topology.analyse(js.topology.star(64, peers_per_step=1)).weight_range
     assert 1e-30 < smallest < 1e-15

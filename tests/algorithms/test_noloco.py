@@ -141,8 +141,8 @@ def test_the_pairs_are_random_by_default_and_its_anchor_can_be_read():
 
 
 BAD = {
-    "`outer_momentum` must lie in": {"outer_momentum": 1.0},
-    "`outer_learning_rate` must be a number": {"outer_learning_rate": "x"},
+    "`outer_momentum` must be a number in": {"outer_momentum": 1.0},
+    "`outer_learning_rate` must be a finite number": {"outer_learning_rate": "x"},
     "`pull` must": {"pull": -0.1},
     "`sync_every` counts updates": {"sync_every": 0},
     "`graph` must be a js.topology.Graph": {"graph": 3},

@@ -92,8 +92,8 @@ ROWS = {
     "weights without an edge": weights(HALVES.T, "P[0, 1] = 0.5"),
     "an empty node": entries("node 0", (0, 0, 0), (0, 2, 0), (1, 0, 1), (2, 2, 1)),
     "a matrix as a mixing": analysed("`mixing`", "array(", RING, HALVES),
-    "a factory as a mixing": analysed("`mixing`", "(keep)?", RING, topology.self_weighted),
-    "one of two rounds": analysed("of 1 round,", "step 1", RING, varying(RING, 2)),
+    "a factory as a mixing": analysed("`mixing`", "self_weighted", RING, topology.self_weighted),
+    "one of two rounds": analysed("of 1 round", "step 1", RING, varying(RING, 2)),
     "two of three": analysed("of 2 rounds", "P[0, 0] = 0.7 after 0.5", TWO, varying(TWO, 3)),
     "another shape later": analysed(
         "step 1", "step 0", RING, lambda g, s: HALVES if s == 0 else np.eye(2)

@@ -97,7 +97,7 @@ def slow_step_in_blocks(
         leaves = jax.tree.leaves([one.select(tree) for tree in trees])
         with noted_buffers():  # those of single blocks
             leaves = exchange_in_blocks(block, *leaves, parts=parts)
-        note_buffers("slow", plan_buffers(leaves[:1]), [leaf_names(params)[i]])
+        note_buffers("slow", plan_buffers(leaves[:1]).buffers, [leaf_names(params)[i]])
         trees = [one.write(tree, [leaf]) for tree, leaf in zip(trees, leaves, strict=True)]
     x, a, *moments = trees
     return x, a, form.unflatten(_replace_at(after, places, moments))

@@ -1,6 +1,4 @@
-"""Fragments: parts of a model whose slow steps are due at different times of one period.
-
-Slow steps whose exchange takes several updates, beside which training goes on.
+"""Fragments: parts of a model with slow steps at different times, whose exchange may last updates.
 
 `delay` updates pass between taking what replicas send and applying its mean. Each of them averages
 one part, from values in the state alone, so a compiler can run the exchange beside forward and
@@ -409,13 +407,12 @@ def _even_fragments(owner: str, count: int, params: PyTree, names: Sequence[str]
             f"{owner}: `fragments` must not be more than the leaves of the parameters, got "
             f"{count} for {len(sizes)} leaves.",
         )
-    layers = [tuple(run) for _, run in itertools.groupby(range(len(names)), _layers(names))]
-    if len(layers) < count:
-        layers = [(place,) for place in range(len(names))]
-    bytes_of_layers = [sum(sizes[place] for place in layer) for layer in layers]
-    ends = _cuts(bytes_of_layers, count)
+    runs = [tuple(run) for _, run in itertools.groupby(range(len(names)), _layers(names))]
+    if len(runs) < count:
+        runs = [(place,) for place in range(len(names))]
+    ends = _cuts([sum(sizes[place] for place in run) for run in runs], count)
     numbers = np.repeat(np.arange(count), np.diff([0, *ends]))
-    return [int(n) for n, layer in zip(numbers, layers, strict=True) for _ in layer]
+    return [int(n) for n, run in zip(numbers, runs, strict=True) for _ in run]
 
 
 def _layers(names: Sequence[str]) -> Callable[[int], str]:
@@ -556,9 +553,10 @@ def average_all(flight: InFlight, *, replicas: ReplicaGroup, delay: int) -> InFl
     return flight._replace(parts=parts)
 
 
-def with_flight(flights: Sequence[InFlight], number: int, flight: InFlight) -> tuple[InFlight, ...]:
-    """Return what is in flight of all fragments with that of one replaced."""
-    return (*flights[:number], flight, *flights[number + 1 :])
+def with_flight(local: dict[str, Any], number: int, flight: InFlight) -> dict[str, Any]:
+    """Return the local state with this in flight of one fragment."""
+    flights = local["in_flight"]
+    return local | {"in_flight": (*flights[:number], flight, *flights[number + 1 :])}
 
 
 def arrived_mean(flight: InFlight, replicas: ReplicaGroup) -> tuple[PyTree, jax.Array]:
@@ -585,9 +583,6 @@ def overlapped_exchange(
     def number(event: str) -> int:
         return of_event[event].number
 
-    def with_values(local: PyTree, event: str, flight: InFlight) -> PyTree:
-        return local | {"in_flight": with_flight(local["in_flight"], number(event), flight)}
-
     def is_behind(local: PyTree, event: str, t: int) -> bool:
         # -1 stands for nothing in flight: the base refused it, and none is expected.
         sent = int(local["in_flight"][number(event)].parts)
@@ -597,7 +592,7 @@ def overlapped_exchange(
         sending_events=lambda phase: tuple(event for event in phase if event in of_event),
         values_to_send=lambda local, event: local["in_flight"][number(event)],
         exchange=functools.partial(average_all, replicas=replicas, delay=delay),
-        with_values=with_values,
+        with_values=lambda local, event, flight: with_flight(local, number(event), flight),
         is_applied=lambda phase, event: of_event[event].event(SLOW) in phase,
         is_behind=is_behind,
     )

@@ -8,7 +8,7 @@ parameters and the weight of push-sum, or of replicas that count differently, so
 the sum of x over the sum of masses.
 
 With a `delay`, taking what a slow step sends and sending it are events of earlier updates; see
-`_delay.py`. Source of fragments, `delay` and `merge`: Douillard et al., "Streaming DiLoCo with
+`InFlight`. Source of fragments, `delay` and `merge`: Douillard et al., "Streaming DiLoCo with
 overlapping communication", 2025, section 3.
 """
 
@@ -153,11 +153,10 @@ class _Outer:
         """Raise `ValueError` unless fragments, delay and merge fit the other arguments."""
         owner, merge = self.owner, self.merge
         checked_int(f"{owner}: `delay` counts updates and", self.delay, 0)
-        if isinstance(self.fragments, Layers):
-            check_fragment_schedules(owner, self.schedule, self.fragments.count, self.delay)
-        elif not callable(self.fragments):
+        if not isinstance(self.fragments, Layers) and not callable(self.fragments):
             checked_int(f"{owner}: `fragments`", self.fragments, 1)
-            check_fragment_schedules(owner, self.schedule, self.fragments, self.delay)
+        if (count := self.num_fragments) is not None:
+            check_fragment_schedules(owner, self.schedule, count, self.delay)
         if self.delay and self.schedule.before == "all":
             raise ArgumentError(
                 "delay",
@@ -171,22 +170,32 @@ class _Outer:
             )
         if self.is_spread and not self.exact_average:
             raise ValueError(
-                f"{owner}: `exact_average=False` exchanges nothing in slow steps, so there is "
-                f"nothing to spread or to keep; got fragments={self.fragments!r}, "
-                f"delay={self.delay!r}, merge={merge!r}."
+                f"{owner}: `exact_average=False` exchanges nothing in slow steps that could be "
+                f"spread; got fragments={self.fragments!r}, delay={self.delay!r}, merge={merge!r}."
             )
         if self.to_moments != "keep" and (self.fragments != 1 or not self.exact_average):
             raise ArgumentError(
                 "inner_state",
                 f'{owner}: `inner_state` must be "keep" with several `fragments`, since it changes '
-                "all moments at once, and without an exact average, which exchanges nothing; got "
-                f"{self.inner_state!r}.",
+                f"all moments at once, and without an exact average; got {self.inner_state!r}.",
             )
 
     @property
+    def num_fragments(self) -> int | None:
+        """The number of fragments; None: a function gives it, and the parameters are not known."""
+        if isinstance(self.fragments, Layers):
+            return self.fragments.count
+        return (len(self.known) or None) if callable(self.fragments) else self.fragments
+
+    @property
     def to_moments(self) -> InnerState:
-        """It says what a slow step does to all moments."""
+        """What a slow step does to all moments."""
         return moment_events(self.owner, self.inner_state, self.group)[0]
+
+    @functools.cached_property
+    def wrapped_base(self) -> Algorithm:
+        """The base, whose local state is the "base" of the whole."""
+        return wrap_algorithm(self.base)
 
     @property
     def is_spread(self) -> bool:
@@ -225,7 +234,7 @@ class _Outer:
         is_sharded = self.is_sharded if fits else False
         group = replace(group, is_cut=is_sharded)
         bound = replace(self, base=base, group=group, known=known, is_sharded=is_sharded)
-        inside = wrap_algorithm(base)
+        inside = bound.wrapped_base
         algorithm = Algorithm(
             groups=(*base.groups, group),
             local=bound.first_local_state,
@@ -242,21 +251,15 @@ class _Outer:
             has_anchor=True,
             bind=bound.algorithm,
         )
-        count = self.fragments
-        if isinstance(count, Layers):
-            count = count.count
-        elif callable(count):
-            if not known:
-                needs = (
-                    "`fragments` is a function, so phases are known for parameters alone: take "
-                    "those of `transform.bound(params=params)`, or of a training step."
-                )
-                return replace(algorithm, needs=needs)
-            count = len(known)
-            check_fragment_schedules(self.owner, self.schedule, count, self.delay)
-        if base.needs:
-            return replace(algorithm, needs=base.needs)
-        schedules = fragment_schedules(self.schedule, count, self.delay)
+        needs = base.needs
+        if bound.num_fragments is None:
+            needs = (
+                "`fragments` is a function, so phases are known for parameters alone: take those "
+                "of `transform.bound(params=params)`, or of a training step."
+            )
+        if needs or bound.num_fragments is None:
+            return replace(algorithm, needs=needs)
+        schedules = fragment_schedules(self.schedule, bound.num_fragments, self.delay)
         overlapped = None
         if self.delay and self.group.local_axis_name is None:
             # With devices that share a replica's work, its local steps hold collectives already,
@@ -271,9 +274,8 @@ class _Outer:
         if parts_of(params, Staged) and not self.is_element_wise:
             raise ArgumentError(
                 "fragments",
-                f"{self.owner}: `fragments` of a model in stages are parts of its flat buffers, so "
-                "`outer_optimizer` must be element-wise, which shard_state=True promises. Use "
-                "fragments=1 with one that is not.",
+                f"{self.owner}: with `fragments`, parts of the flat buffers of stages, "
+                "`outer_optimizer` must be element-wise, as shard_state=True promises.",
             )
         return make_fragments(self.owner, self.fragments, params)
 
@@ -282,31 +284,42 @@ class _Outer:
 
         With a delay, what is taken in one update is sent in later ones, before it is applied.
         """
-        events = [_wrap_shared_state(event) for event in wrap_algorithm(self.base).events]
+        events = [_wrap_shared_state(event) for event in self.wrapped_base.events]
         for schedule in schedules:
-            number = schedule.number
-
-            def event(
-                name: str, due: Any, run: Any, schedule: FragmentSchedule = schedule, **options: Any
-            ) -> Event:
-                run = functools.partial(run, number=schedule.number)
-                return Event(schedule.event(name), due, run, self.group, **options)
-
+            event = functools.partial(self.event, schedule)
             of_slow = {"replaces": self.replaces_base, "inner_state": self.to_moments}
             if not self.delay:
-                events.append(event(SLOW, schedule.every, self.slow, **of_slow))
+                events.append(event(SLOW, schedule.every, _SlowStep.run, **of_slow))
                 continue
-            missed = functools.partial(_drop_in_flight, number=number)
+            missed = functools.partial(_drop_in_flight, number=schedule.number)
             # With a conditional around it the exchange would run beside nothing. Where any update
             # but one sends, that one overwrites what it sent.
             always = self.delay == self.schedule.k - 1 and len(schedules) == 1
+            send = {"missed": missed, "is_unconditional": always}
             events += [
                 # It comes first: where it is not due, taking overwrites what it sent.
-                event(SEND, schedule.sends, self.send, missed=missed, is_unconditional=always),
-                event(TAKE, schedule.takes, self.take, missed=missed),
-                event(SLOW, schedule.every, self.apply_in_flight, missed=missed, **of_slow),
+                event(SEND, schedule.sends, _SlowStep.send, **send),
+                event(TAKE, schedule.takes, _SlowStep.take, missed=missed),
+                event(SLOW, schedule.every, _SlowStep.apply, missed=missed, **of_slow),
             ]
         return (*events, *moment_events(self.owner, self.inner_state, self.group)[1])
+
+    def event(
+        self,
+        schedule: FragmentSchedule,
+        name: str,
+        due: Callable[[Any], Any],
+        do: "Callable[[_SlowStep, Carry], Carry]",
+        **options: Any,
+    ) -> Event:
+        """Return an event of the fragment with this schedule."""
+
+        def run(carry: Carry, replicas: ReplicaGroup, context: UpdateContext) -> Carry:
+            fragment = self.known[schedule.number]
+            replicas = replicas.for_leaves(carry.before, fragment.places, fragment.unflatten)
+            return do(_SlowStep(self, fragment, replicas, context), carry)
+
+        return Event(schedule.event(name), due, run, self.group, **options)
 
     # The state.
 
@@ -354,9 +367,8 @@ class _Outer:
 
     def begin(self, updates: PyTree, local: Any, shared: Any, context: UpdateContext) -> Any:
         """Do what the base does in any update, and observe the learning rate."""
-        base = wrap_algorithm(self.base)
-        if base.begin is not None:
-            updates, local, inner = base.begin(updates, local, shared["base"], context)
+        if self.wrapped_base.begin is not None:
+            updates, local, inner = self.wrapped_base.begin(updates, local, shared["base"], context)
             shared = shared | {"base": inner}
         rate = self.rate_of(context)
         if self.rate is None or rate is None:
@@ -385,84 +397,129 @@ class _Outer:
             rate = jnp.where(context.weight > 0, rate, away)
         return rate
 
-    # The events of one fragment.
 
-    def slow(
-        self, carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, number: int
-    ) -> Carry:
+@dataclass(frozen=True)
+class _SlowStep:
+    """What the events of a fragment do in one update.
+
+    Attributes:
+      outer: the settings.
+      fragment: the fragment.
+      replicas: the replicas that exchange, for the leaves of the fragment.
+      context: facts about the update.
+    """
+
+    outer: _Outer
+    fragment: Fragment
+    replicas: ReplicaGroup
+    context: UpdateContext
+
+    # The events.
+
+    def run(self, carry: Carry) -> Carry:
         """Make the slow step with an exchange in this update, unless the base refuses it.
 
         D = anchor - average;  anchor <- anchor + optimizer(D);  params = anchor
         """
-        fragment = self.known[number]
-        replicas = _fragment_group(fragment, replicas, carry.before)
-
-        def step(carry: Carry) -> Carry:
-            mass, displacement_fn = None, None
-            # D, the pseudo-gradient: the displacement since the last slow step, sign reversed.
-            if not self.exact_average:
-                state = self.outer_state(carry)
-                values = jax.tree.map(subtract, state["anchor"], carry.params)
-            else:
-                x, mass = self.weighted_params(carry, context)
-                values, mass = self.weigh_by_norm(
-                    fragment, fragment.select(x), mass, replicas, carry
-                )
-                if self.group.codec is None:
-                    displacement_fn = self.displacement_fn(mass, replicas, context)
-                else:
-                    parts, anyone = self.displacement_to_send(
-                        fragment, values, mass, replicas, carry
-                    )
-                    values, lost = replicas.reduce_scatter_in_codec(parts, role="slow")
-                    values, carry = self.update_residual(
-                        fragment, anyone, values, lost, carry, replicas
-                    )
-            rate = self.rate_of(context)
-            return self.apply_outer_step(
-                fragment, values, mass, rate, replicas, context, carry, displacement_fn
-            )
-
-        return self.permit_step(step, carry, replicas)
-
-    def permit_step(
-        self, step: Callable[[Carry], Carry], carry: Carry, replicas: ReplicaGroup
-    ) -> Carry:
-        """Return `step(carry)`, unless the base, such as `only_finite`, refuses the exchange."""
-        permit = wrap_algorithm(self.base).permit
-        if permit is None or not self.exact_average:
-            return step(carry)
-        allowed, local = permit(carry, replace(replicas.plain, axis_name=self.axes))
-        carry = carry._replace(local=local)
-        axes = (*self.group.bound_axes, *self.base.bound_axes)
+        allowed, carry = self.ask_base(carry)
         before = carry.before  # passes through no conditional
         return run_if(
             allowed,
-            lambda carry: step(carry._replace(before=before))._replace(before=()),
+            lambda carry: self.exchange(carry._replace(before=before))._replace(before=()),
             lambda carry: carry,
             carry._replace(before=()),
-            axes=axes,
+            axes=(*self.outer.group.bound_axes, *self.outer.base.bound_axes),
         )._replace(before=before)
 
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes over which it and its base exchange."""
-        return tuple(dict.fromkeys((*self.group.axes, *self.base.axes)))
+    def take(self, carry: Carry) -> Carry:
+        """Take what this fragment sends, unless the base refuses it."""
+        allowed, carry = self.ask_base(carry)
+        # Weighted values and their weight, whose sums over replicas give the exact mean. The rate
+        # goes with them: the displacement was made at it, however late it is applied. A codec sends
+        # shares of a mean: all have weight, or none.
+        values, mass = self.weighted_values(carry)
+        if self.outer.group.codec is not None:
+            values, mass = self.displacement_to_send(values, mass, carry)
+        old = self.flight(carry)
+        one, rate = jnp.ones_like(old.mass), self.outer.rate_of(self.context)
+        taken = old._replace(
+            values=jax.tree.map(lambda new, like: new.astype(like.dtype), values, old.values),
+            mass=one if mass is None else mass.astype(one.dtype),
+            rate=one if rate is None else rate.astype(one.dtype),
+            parts=jnp.where(allowed, 0, NOTHING).astype(jnp.int32),
+        )
+        return self.with_flight(carry, taken)
 
-    def outer_state(self, carry: Carry) -> Any:
-        """Return the state with anchor and outer state: local where replicas have their own."""
-        return carry.shared if self.exact_average else carry.local
+    def send(self, carry: Carry) -> Carry:
+        """Average the next part of what is in flight."""
+        flight = average_part(self.flight(carry), self.replicas, self.outer.delay)
+        return self.with_flight(carry, flight)
 
-    def weighted_params(
-        self, carry: Carry, context: UpdateContext
-    ) -> tuple[PyTree, jax.Array | None]:
+    def apply(self, carry: Carry) -> Carry:
+        """Make the slow step with what has arrived, if all of it has."""
+        flight, replicas, rate = self.flight(carry), self.replicas, self.outer.rate
+        average, has_weight = arrived_mean(flight, replicas)
+        displacement = replicas.block(average)
+        if self.outer.group.codec is None:
+            anchor = self.fragment.select(carry.shared["anchor"])
+            displacement = jax.tree.map(subtract, anchor, displacement)
+            displacement = jax.tree.map(lambda x: jnp.where(has_weight, x, 0), displacement)
+            after = carry
+        else:
+            displacement, after = self.update_residual(
+                displacement, flight.residual, has_weight, carry
+            )
+        _, mass = self.weighted_params(carry)
+        taken_at = None
+        if rate is not None:
+            taken_at = flight.rate if rate.is_passed else replicas.plain.same(flight.rate)
+        after = self.move_anchor(displacement, mass, taken_at, after)
+        is_whole = replicas.plain.same(flight.parts) == self.outer.delay
+        # No conditional, beside which nothing would run: the slow step itself sends little.
+        after = jax.tree.map(lambda new, old: jnp.where(is_whole, new, old), after[1:], carry[1:])
+        return self.with_flight(Carry(carry.before, *after), flight.drop())
+
+    def flight(self, carry: Carry) -> InFlight:
+        """Return what is in flight of the fragment."""
+        return carry.local["in_flight"][self.fragment.number]
+
+    def with_flight(self, carry: Carry, flight: InFlight) -> Carry:
+        """Return the carry with this in flight of the fragment."""
+        return carry._replace(local=with_flight(carry.local, self.fragment.number, flight))
+
+    # What they are made of.
+
+    def ask_base(self, carry: Carry) -> tuple[bool | jax.Array, Carry]:
+        """Return whether the base, such as `only_finite`, permits the exchange, and the carry."""
+        outer, permit = self.outer, self.outer.wrapped_base.permit
+        if permit is None or not outer.exact_average:
+            return True, carry
+        axes = tuple(dict.fromkeys((*outer.group.axes, *outer.base.axes)))
+        allowed, local = permit(carry, replace(self.replicas.plain, axis_name=axes))
+        return allowed, carry._replace(local=local)
+
+    def exchange(self, carry: Carry) -> Carry:
+        """Exchange and make the slow step."""
+        # D, the pseudo-gradient: the displacement since the last slow step, sign reversed.
+        rate = self.outer.rate_of(self.context)
+        if not self.outer.exact_average:
+            values = jax.tree.map(subtract, carry.local["anchor"], carry.params)
+            return self.move_anchor(values, None, rate, carry)
+        values, mass = self.weighted_values(carry)
+        if self.outer.group.codec is None:
+            return self.move_anchor(values, mass, rate, carry, self.displacement_fn(mass))
+        parts, anyone = self.displacement_to_send(values, mass, carry)
+        values, lost = self.replicas.reduce_scatter_in_codec(parts, role="slow")
+        values, carry = self.update_residual(values, lost, anyone, carry)
+        return self.move_anchor(values, mass, rate, carry)
+
+    def weighted_params(self, carry: Carry) -> tuple[PyTree, jax.Array | None]:
         """Return the weighted parameters and their weight, None if it is always 1."""
-        x, weight = carry.params, context.weight
+        x, weight, base = carry.params, self.context.weight, self.outer.wrapped_base
         mass: jax.Array | None = None
-        mass_of = wrap_algorithm(self.base).mass
         pairs = None
-        if mass_of is not None and not self.base.counts_alike:
-            pairs = mass_of(carry.local)
+        if base.mass is not None and not base.counts_alike:
+            pairs = base.mass(carry.local)
         if pairs is not None:
 
             def weighted_sum(own: jax.Array, *others: jax.Array) -> jax.Array:
@@ -479,99 +536,75 @@ class _Outer:
             mass = weight if mass is None else scale(mass, weight)
         return x, mass
 
-    def displacement_fn(
-        self, mass: jax.Array | None, replicas: ReplicaGroup, context: UpdateContext
-    ) -> DisplacementFn:
+    def weighted_values(self, carry: Carry) -> tuple[PyTree, jax.Array | None]:
+        """Return the fragment's weighted parameters and their weight, less if it moved too far."""
+        x, mass = self.weighted_params(carry)
+        x, aggregate = self.fragment.select(x), self.outer.aggregate
+        if not isinstance(aggregate, NormWeighted):
+            return x, mass
+        v = local_displacement(x, mass, self.fragment.select(carry.shared["anchor"]))
+        factor = aggregate.factor(v, mass, self.replicas)
+        x = jax.tree.map(lambda leaf: scale(leaf, factor), x)
+        return x, factor if mass is None else scale(mass, factor)
+
+    def displacement_fn(self, mass: jax.Array | None) -> DisplacementFn:
         """Return the function that makes D of weighted parameters and the anchor."""
         # sum x / sum w is the exact mean of weighted and push-sum parameters too.
-        aggregate = self.aggregate
+        aggregate = self.outer.aggregate
         if isinstance(aggregate, RadialDirectional):
-
-            def combined_displacement(replicas: ReplicaGroup, x: PyTree, anchor: PyTree) -> PyTree:
-                return aggregate.combine(local_displacement(x, mass, anchor), mass, replicas)
-
-            return combined_displacement
-
-        total = None if mass is None else replicas.mean_number(mass)
+            return lambda group, x, anchor: aggregate.combine(
+                local_displacement(x, mass, anchor), mass, group
+            )
+        total = None if mass is None else self.replicas.mean_number(mass)
 
         def mean_of(leaf: jax.Array, old: jax.Array) -> jax.Array:
             if total is None:
                 return leaf
-            if context.weight is None and aggregate is None:
+            if self.context.weight is None and aggregate is None:
                 return leaf / total.astype(leaf.dtype)
             # If all have run out of data, the anchor stays.
             return jnp.where(total > 0, quotient(leaf, total), old)
 
-        def mean_displacement(replicas: ReplicaGroup, x: PyTree, anchor: PyTree) -> PyTree:
-            mean = jax.tree.map(mean_of, replicas.reduce_scatter(x, role="slow"), anchor)
+        def mean_displacement(group: ReplicaGroup, x: PyTree, anchor: PyTree) -> PyTree:
+            mean = jax.tree.map(mean_of, group.reduce_scatter(x, role="slow"), anchor)
             return jax.tree.map(subtract, anchor, mean)
 
         return mean_displacement
 
-    def weigh_by_norm(
-        self,
-        fragment: Fragment,
-        x: PyTree,
-        mass: jax.Array | None,
-        replicas: ReplicaGroup,
-        carry: Carry,
-    ) -> tuple[PyTree, jax.Array | None]:
-        """Return weighted parameters and their weight, less of a replica that moved too far."""
-        if not isinstance(self.aggregate, NormWeighted):
-            return x, mass
-        v = local_displacement(x, mass, fragment.select(carry.shared["anchor"]))
-        factor = self.aggregate.factor(v, mass, replicas)
-        x = jax.tree.map(lambda leaf: scale(leaf, factor), x)
-        return x, factor if mass is None else scale(mass, factor)
-
     def displacement_to_send(
-        self,
-        fragment: Fragment,
-        x: PyTree,
-        mass: jax.Array | None,
-        replicas: ReplicaGroup,
-        carry: Carry,
+        self, x: PyTree, mass: jax.Array | None, carry: Carry
     ) -> tuple[PyTree, jax.Array | None]:
         """Return what this replica sends in a codec, and whether any has weight."""
         # Send D and not x: D is small, and a codec's error is proportional to it.
-        sent = carry.local["sent"]
-        start = fragment.select(sent.reference if self.is_sharded else carry.shared["anchor"])
-        away = local_displacement(x, mass, start)
-        return part_to_send(away, _select_residual(fragment, sent.residual), replicas, mass)
+        sent, select = carry.local["sent"], self.fragment.select
+        start = select(sent.reference if self.outer.is_sharded else carry.shared["anchor"])
+        residual = _select_residual(self.fragment, sent.residual)
+        return part_to_send(local_displacement(x, mass, start), residual, self.replicas, mass)
 
     def update_residual(
-        self,
-        fragment: Fragment,
-        anyone: jax.Array | None,
-        displacement: PyTree,
-        lost: PyTree,
-        carry: Carry,
-        replicas: ReplicaGroup,
+        self, displacement: PyTree, lost: PyTree, anyone: jax.Array | None, carry: Carry
     ) -> tuple[PyTree, Carry]:
         """Return D, and the carry that remembers what of it was lost.
 
         Without weight on any replica D is 0, and what was not sent before stays; None: there is
         some.
         """
-        sent = carry.local["sent"]
-        residual = () if replicas.codec is None else next_residual(replicas.codec, lost)
+        sent, codec = carry.local["sent"], self.replicas.codec
+        residual = () if codec is None else next_residual(codec, lost)
         if anyone is not None:
             displacement = jax.tree.map(lambda x: jnp.where(anyone, x, 0), displacement)
         if has_leaves(residual):
-            old = fragment.select(sent.residual)
+            old = self.fragment.select(sent.residual)
             if anyone is not None:
                 residual = jax.tree.map(functools.partial(jnp.where, anyone), residual, old)
-            sent = sent._replace(residual=fragment.write(sent.residual, residual))
+            sent = sent._replace(residual=self.fragment.write(sent.residual, residual))
         return displacement, carry._replace(local=carry.local | {"sent": sent})
 
-    def apply_outer_step(
+    def move_anchor(
         self,
-        fragment: Fragment,
         values: PyTree,
         mass: jax.Array | None,
         rate: jax.Array | None,
-        replicas: ReplicaGroup,
-        context: UpdateContext,
         carry: Carry,
         displacement_fn: DisplacementFn | None = None,
     ) -> Carry:
@@ -580,15 +613,15 @@ class _Outer:
         D is `displacement_fn(replicas, values, anchor)`, of any leaves of weighted parameters;
         without it D are the values.
         """
-        old = carry
-        if carry.statistics and self.exact_average:
+        settings, fragment, replicas, old = self.outer, self.fragment, self.replicas, carry
+        if carry.statistics and settings.exact_average:
             means = replicas.plain.mean(carry.statistics, mass)
             carry = carry._replace(statistics=means)
-        state, options = self.outer_state(carry), {}
-        stepper, anchor = self.stepper(carry.before, fragment), fragment.select(state["anchor"])
+        state, options = carry.shared if settings.exact_average else carry.local, {}
+        stepper, anchor = settings.stepper(carry.before, fragment), fragment.select(state["anchor"])
         outer = fragment_state(state["outer"], fragment, stepper.init, state["anchor"])
-        if self.rate is not None and rate is not None:
-            outer, rate, carry = self.agree_on_rate(fragment, outer, rate, replicas, carry)
+        if settings.rate is not None and rate is not None:
+            outer, rate, carry = self.agree_on_rate(settings.rate, outer, rate, carry)
             options = {"learning_rate": rate}
 
         # Any optax optimizer, with D as its gradient; it runs on blocks of a sharded anchor.
@@ -597,7 +630,7 @@ class _Outer:
                 step, outer = stepper.update(displacement, outer, anchor, **options)
             except TypeError as error:
                 error.add_note(
-                    f"{self.owner}: `outer_optimizer` is given displacement, state and anchor; "
+                    f"{settings.owner}: `outer_optimizer` is given displacement, state and anchor; "
                     "there is no loss for one that needs `value`, `grad` or `value_fn`."
                 )
                 raise
@@ -607,17 +640,16 @@ class _Outer:
         # drift apart by rounding, a little with every slow step.
         if displacement_fn is None:
             anchor, outer = step(values, anchor, outer)
-            whole, anchor, carry = self.gather_anchor(fragment, anchor, replicas, carry)
+            whole, anchor, carry = self.gather_anchor(anchor, carry)
         else:
             run = slow_step
-            if self.is_element_wise:
-                run = functools.partial(slow_step_in_blocks, count=context.count)
+            if settings.is_element_wise:
+                run = functools.partial(slow_step_in_blocks, count=self.context.count)
             whole, anchor, outer = run(displacement_fn, step, replicas, values, anchor, outer)
         outer = with_state(state["outer"], fragment, outer, state["anchor"])
         new = {"anchor": fragment.write(state["anchor"], anchor), "outer": outer}
-        carry = self.with_outer_state(carry, new)
         local = fragment.select(carry.params)
-        target = merge_params(local, whole, self.merge)
+        target = merge_params(local, whole, settings.merge)
         # Rounded as the parameters are: all replicas go on from one value.
         leaves = fragment.select(carry.before)
         target = widen_updates(jax.tree.map(lambda p, t: t.astype(p.dtype), leaves, target))
@@ -625,24 +657,21 @@ class _Outer:
 
         def move(tree: PyTree) -> PyTree:
             local = fragment.select(tree)
-            new = merge_params(local, whole, self.merge)
+            new = merge_params(local, whole, settings.merge)
             return fragment.write(tree, jax.tree.map(lambda n, x: n.astype(x.dtype), new, local))
 
-        if self.exact_average:
+        if settings.exact_average:
             # What the base still has under way moves alike.
-            base, local = wrap_algorithm(self.base), carry.local
+            base, local = settings.wrapped_base, carry.local
             local = local if base.move is None else base.move(local, move)
-            local = base.reset(local) if self.replaces_base else local
-            carry = carry._replace(local=local)
-        return update_moments(old, carry, replicas, context, self.to_moments)
+            local = base.reset(local) if settings.replaces_base else local
+            carry = carry._replace(local=local, shared=carry.shared | new)
+        else:
+            carry = carry._replace(local=carry.local | new)
+        return update_moments(old, carry, replicas, self.context, settings.to_moments)
 
     def agree_on_rate(
-        self,
-        fragment: Fragment,
-        outer: Any,
-        rate: jax.Array,
-        replicas: ReplicaGroup,
-        carry: Carry,
+        self, source: OuterRate, outer: Any, rate: jax.Array, carry: Carry
     ) -> tuple[Any, jax.Array, Carry]:
         """Return outer state and rate, equal on all replicas, and the carry then.
 
@@ -650,34 +679,26 @@ class _Outer:
 
         Communication: for rates that are passed one all-reduce of 8 bytes.
         """
-        assert self.rate is not None
-        if not self.rate.is_passed:
+        if not source.is_passed:
             return outer, rate, carry
-        assert self.rate.observe is not None
-        assert self.rate.last is not None
-        rates, number = carry.local["rates"], fragment.number
-        largest, since = replicas.plain.largest(
+        assert source.observe is not None
+        assert source.last is not None
+        rates, number = carry.local["rates"], self.fragment.number
+        largest, since = self.replicas.plain.largest(
             jnp.stack([rate.astype(rates.dtype), rates[number]])
         )
-        outer = self.rate.observe(outer, since)
-        rate = jnp.where(largest == NO_RATE, self.rate.last(outer), largest)
+        outer = source.observe(outer, since)
+        rate = jnp.where(largest == NO_RATE, source.last(outer), largest)
         local = carry.local | {"rates": rates.at[number].set(0.0)}
         return outer, rate, carry._replace(local=local)
 
-    def with_outer_state(self, carry: Carry, new: dict[str, Any]) -> Carry:
-        """Return the carry with new values of anchor and outer state."""
-        if self.exact_average:
-            return carry._replace(shared=carry.shared | new)
-        return carry._replace(local=carry.local | new)
-
-    def gather_anchor(
-        self, fragment: Fragment, anchor: PyTree, replicas: ReplicaGroup, carry: Carry
-    ) -> tuple[PyTree, PyTree, Carry]:
+    def gather_anchor(self, anchor: PyTree, carry: Carry) -> tuple[PyTree, PyTree, Carry]:
         """Return where all replicas continue, the anchor, and the carry then."""
+        fragment, replicas = self.fragment, self.replicas
         leaves, codec = fragment.select(carry.before), replicas.codec
-        if not self.exact_average:  # each replica has an anchor of its own
+        if not self.outer.exact_average:  # each replica has an anchor of its own
             return anchor, anchor, carry
-        if codec is None or not self.is_sharded:
+        if codec is None or not self.outer.is_sharded:
             return replace(replicas, codec=None).all_gather(anchor, leaves), anchor, carry
         # Replicas follow the anchor in the codec. What it does not send of the way stays between
         # the two, and is part of the next way.
@@ -688,72 +709,6 @@ class _Outer:
         sent = sent._replace(reference=fragment.write(sent.reference, reference))
         carry = carry._replace(local=carry.local | {"sent": sent})
         return reference, anchor if codec.error_feedback else replicas.block(reference), carry
-
-    def take(
-        self, carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, number: int
-    ) -> Carry:
-        """Take what this fragment sends, unless the base refuses it."""
-        fragment = self.known[number]
-        replicas = _fragment_group(fragment, replicas, carry.before)
-        allowed = jnp.asarray(True)
-        if (permit := wrap_algorithm(self.base).permit) is not None:
-            allowed, local = permit(carry, replace(replicas.plain, axis_name=self.axes))
-            carry = carry._replace(local=local)
-        x, mass = self.weighted_params(carry, context)
-        # Weighted values and their weight, whose sums over replicas give the exact mean. The rate
-        # goes with them: the displacement was made at it, however late it is applied. A codec sends
-        # shares of a mean: all have weight, or none.
-        values, mass = self.weigh_by_norm(fragment, fragment.select(x), mass, replicas, carry)
-        if self.group.codec is not None:
-            values, mass = self.displacement_to_send(fragment, values, mass, replicas, carry)
-        old: InFlight = carry.local["in_flight"][number]
-        one, rate = jnp.ones_like(old.mass), self.rate_of(context)
-        taken = old._replace(
-            values=jax.tree.map(lambda new, like: new.astype(like.dtype), values, old.values),
-            mass=one if mass is None else mass.astype(one.dtype),
-            rate=one if rate is None else rate.astype(one.dtype),
-            parts=jnp.where(allowed, 0, NOTHING).astype(jnp.int32),
-        )
-        return _with_flight(carry, number, taken)
-
-    def send(
-        self, carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, number: int
-    ) -> Carry:
-        """Average the next part of what is in flight."""
-        del context
-        fragment = self.known[number]
-        replicas = _fragment_group(fragment, replicas, carry.before)
-        flight = average_part(carry.local["in_flight"][number], replicas, self.delay)
-        return _with_flight(carry, number, flight)
-
-    def apply_in_flight(
-        self, carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, number: int
-    ) -> Carry:
-        """Make the slow step with what has arrived, if all of it has."""
-        fragment = self.known[number]
-        replicas = _fragment_group(fragment, replicas, carry.before)
-        flight: InFlight = carry.local["in_flight"][number]
-        average, has_weight = arrived_mean(flight, replicas)
-        displacement = replicas.block(average)
-        anchor = fragment.select(carry.shared["anchor"])
-        if self.group.codec is None:
-            displacement = jax.tree.map(subtract, anchor, displacement)
-            displacement = jax.tree.map(lambda x: jnp.where(has_weight, x, 0), displacement)
-            after = carry
-        else:
-            displacement, after = self.update_residual(
-                fragment, has_weight, displacement, flight.residual, carry, replicas
-            )
-        _, mass = self.weighted_params(carry, context)
-        rate = None if self.rate is None else flight.rate
-        if self.rate is not None and not self.rate.is_passed:
-            rate = replicas.plain.same(flight.rate)
-        after = self.apply_outer_step(fragment, displacement, mass, rate, replicas, context, after)
-        is_whole = replicas.plain.same(flight.parts) == self.delay
-        # No conditional, beside which nothing would run: the slow step itself sends little.
-        after = jax.tree.map(lambda new, old: jnp.where(is_whole, new, old), after[1:], carry[1:])
-        carry = Carry(carry.before, *after)
-        return _with_flight(carry, number, flight.drop())
 
 
 def local_displacement(x: PyTree, mass: jax.Array | None, anchor: PyTree) -> PyTree:
@@ -771,11 +726,6 @@ def merge_params(local: PyTree, anchor: PyTree, merge: float) -> PyTree:
     return jax.tree.map(lambda x, a: a + merge * (x.astype(a.dtype) - a), local, anchor)
 
 
-def _fragment_group(fragment: Fragment, replicas: ReplicaGroup, params: PyTree) -> ReplicaGroup:
-    """Return the group for the leaves of a fragment, of which it knows the layouts."""
-    return replicas.for_leaves(params, fragment.places, fragment.unflatten)
-
-
 def _select_residual(fragment: Fragment, residual: PyTree) -> PyTree:
     """Return the fragment's part of a tree, () of none."""
     return fragment.select(residual) if has_leaves(residual) else ()
@@ -791,16 +741,9 @@ def _wrap_shared_state(event: Event) -> Event:
     return replace(event, run=run)
 
 
-def _with_flight(carry: Carry, number: int, flight: InFlight) -> Carry:
-    flights = with_flight(carry.local["in_flight"], number, flight)
-    return carry._replace(local=carry.local | {"in_flight": flights})
-
-
 def _drop_in_flight(local: Any, due: Any, *, number: int) -> Any:
     """Drop what is in flight: of a displacement of which a part was not sent is no mean."""
-    flights = local["in_flight"]
-    flight = flights[number].drop(due)
-    return local | {"in_flight": with_flight(flights, number, flight)}
+    return with_flight(local, number, local["in_flight"][number].drop(due))
 
 
 def shards_state(

@@ -1,7 +1,4 @@
-"""Arrays of any dtypes as rows of bytes, which all platforms send as they are.
-
-The protocol of all codecs, which say how numbers are sent in few bits; and the 16-bit ones.
-"""
+"""The protocol of codecs, which send numbers as rows of bytes; and the 16-bit ones."""
 
 import functools
 import math
