@@ -48,8 +48,7 @@ def _as_leaf(leaf: Any, num_layers: int) -> TiedLeaf:
     is_pair = isinstance(leaf, tuple | list) and len(leaf) == 2
     if not is_pair or not isinstance(leaf[0], int) or not isinstance(leaf[1], str):
         raise ValueError(
-            '`tied` must hold groups of (layer, path) such as ((0, "table"), (9, "table")), got '
-            f"{leaf!r}."
+            f'`tied` must hold groups of (layer, path), such as (0, "table"), got {leaf!r}.'
         )
     if not 0 <= leaf[0] < num_layers:
         raise ValueError(f"`tied` names layer {leaf[0]}; the model has {num_layers} layers.")
