@@ -75,11 +75,6 @@ def partition_uniform(num_items: int, num_stages: int, num_chunks: int = 1) -> l
     owner = "partition_uniform"
     num_items = checked_int(f"{owner}: `num_items`", num_items, 1)
     num_stages, num_chunks = _counts(owner, num_stages, num_chunks)
-    return _uniform(owner, num_items, num_stages, num_chunks)
-
-
-def _uniform(owner: str, num_items: int, num_stages: int, num_chunks: int) -> list[list[Interval]]:
-    """Return the result of `partition_uniform`; errors name `owner`."""
     if num_items % num_chunks:
         raise ValueError(
             f"{owner}: the number of layers must be a multiple of `num_chunks`={num_chunks}, got "
@@ -131,12 +126,11 @@ def partition_balanced(
 
     Source: ColossalAI (commit 96780e6), `colossalai/builder/pipeline.py`.
     """
-    owner = "partition_balanced"
-    costs = _checked_costs(owner, "weights", weights, as_int)
-    num_stages, num_chunks = _counts(owner, num_stages, num_chunks)
+    costs = _checked_costs("partition_balanced", "weights", weights, as_int)
+    num_stages, num_chunks = _counts("partition_balanced", num_stages, num_chunks)
     num_blocks = num_stages * num_chunks
     if len(costs) <= num_blocks:
-        return _uniform(owner, len(costs), num_stages, num_chunks)
+        return partition_uniform(len(costs), num_stages, num_chunks)
     positive = [max(1, w) for w in costs]
     blocks = _fill_blocks(positive, _least_capacity(positive, num_blocks))
     before = [0, *accumulate(positive)]

@@ -296,8 +296,8 @@ class LayeredModel(LossProgram):
         if not isinstance(model_state, list | tuple) or len(model_state) != len(self.layers):
             got = len(model_state) if isinstance(model_state, list | tuple) else model_state
             raise ValueError(
-                f"`model_state` must be a list of {len(self.layers)} trees, one per layer ({{}} for "
-                f"layers without state), got {got!r}."
+                f"`model_state` must be a list of {len(self.layers)} trees, one per layer, {{}} "
+                f"without state, got {got!r}."
             )
         check_leaves("model_state", model_state, keys=True)
         return list(model_state)

@@ -1,10 +1,9 @@
-"""Read from a program whether it computes each element of a leaf from the same elements alone.
+"""Run an optax transform on the leaves of each stage: a part of its program for the model.
 
-A program is followed from its inputs to its outputs; nothing is run. Each value gets the number of
-the expression that computes one of its elements: equal numbers mean equal expressions, also between
+A program that treats all elements alike runs on the buffers. `ElementReader` finds this out: it
+follows a program from its inputs to its outputs and runs nothing. Each value gets the number of the
+expression that computes one of its elements: equal numbers mean equal expressions, also between
 programs for leaves of other shapes.
-
-Run an optax transform on the leaves of each stage: a part of its program for the model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -252,12 +251,12 @@ class StagePacking(BufferPacking):
         if not jax.sharding.get_abstract_mesh().empty:
             return tree  # the caller has mapped axes, and places the state
         automatic = frozenset(self.mesh.abstract_mesh.auto_axes)
-        if self.axis_name not in automatic:  # jax 0.12 makes zeros like parameters replicated
-            return jax.tree.map(self._reshard_buffers, tree, is_leaf=_has_buffers)
 
         def place(x: Any) -> Any:
-            if not isinstance(x, Staged):
+            if not _has_buffers(x):
                 return x
+            if self.axis_name not in automatic:  # jax 0.12 makes zeros like parameters replicated
+                return x.packing.wrap_buffers(x.packing.reshard_explicit(x.buffers))
             specs = x.packing.specs
             shardings = {n: NamedSharding(self.mesh, restrict_spec(specs[n], automatic)) for n in x}
             return x.packing.wrap_buffers(
@@ -265,12 +264,6 @@ class StagePacking(BufferPacking):
             )
 
         return jax.tree.map(place, tree, is_leaf=_has_buffers)
-
-    def _reshard_buffers(self, x: Any) -> Any:
-        """Return a `Staged` tree with types sharded over Explicit axes; others as they are."""
-        return (
-            x.packing.wrap_buffers(x.packing.reshard_explicit(x.buffers)) if _has_buffers(x) else x
-        )
 
     def stage_tree(self, buffers: Buffers, stage: int, keeps_parts: bool) -> PyTree:
         """Return the tree of a stage, laid out over the axes that the compiler handles.
@@ -581,9 +574,8 @@ class _OtherStagesError(ValueError):
 
     def __init__(self, argument: str, why: str, instead: str) -> None:
         super().__init__(
-            f"`{argument}` must not hold a transform whose result for a leaf, or whose state, "
-            "depends on leaves of other stages, since each stage of a pipeline updates its own "
-            f"leaves: {why}. {instead}"
+            f"`{argument}` must not need leaves of other stages for the update of a leaf, since "
+            f"each stage updates its own: {why}. {instead}"
         )
 
 

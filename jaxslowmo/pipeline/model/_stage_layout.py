@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import axis_names
+from ...mesh import axis_names, leaf_specs
 from ...tree import Leaf, LeafPlace, Staged, in_model_form, leaf_names, type_text
 from ._layered import LayeredModel, Run
 from ._optimizer import StagePacking
@@ -260,23 +260,11 @@ def _leaves_of(
     Raises:
       ValueError: specs that don't fit the parameters.
     """
-    prefix = P() if param_specs is None else param_specs
-    try:
-        every = jax.tree.broadcast(prefix, list(params), is_leaf=_is_spec)
-    except ValueError as error:
-        raise ValueError(
-            f"`param_specs` must be one tree of PartitionSpec per layer, or a prefix of it: {error}"
-        ) from None
-    by_layer = []
-    for layer, specs in zip(params, every, strict=True):
-        flat = jax.tree.leaves(specs, is_leaf=_is_spec)
-        leaves = zip(leaf_names(layer), jax.tree.leaves(layer), flat, strict=True)
-        by_layer.append([_leaf(*leaf, sizes) for leaf in leaves])
+    specs, by_layer = iter(leaf_specs(param_specs, list(params))), []
+    for layer in params:
+        named = zip(leaf_names(layer), jax.tree.leaves(layer), strict=True)
+        by_layer.append([_leaf(name, x, next(specs), sizes) for name, x in named])
     return by_layer
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
 
 
 def _leaf(name: str, x: Any, spec: P, sizes: Sequence[tuple[str, int]]) -> Leaf:
@@ -289,8 +277,8 @@ def _leaf(name: str, x: Any, spec: P, sizes: Sequence[tuple[str, int]]) -> Leaf:
     named = {axis for entry in spec for axis in axis_names(entry or ())}
     if unknown := sorted(named - set(dict(sizes))):
         raise ValueError(
-            f"`param_specs` must name axes of `mesh` inside a stage, {[axis for axis, _ in sizes]}, "
-            f"got {unknown[0]!r} at {name!r}."
+            f"`param_specs` must name axes of `mesh` inside a stage, {list(dict(sizes))}, got "
+            f"{unknown[0]!r} at {name!r}."
         )
     shape = jnp.shape(x)
     for size, entry in zip(shape, spec, strict=False):
