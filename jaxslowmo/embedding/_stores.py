@@ -1,6 +1,6 @@
-"""The description of one embedding table, `js.Table`, and checks of it.
+"""Embedding tables, `js.Table`, and the stored arrays that hold their rows on devices.
 
-Stored arrays: the placement of table rows in them, initial values, and the way back.
+In the order of this file: tables and checks of them; the placement of rows; initial values.
 """
 
 import dataclasses
@@ -120,8 +120,8 @@ def checked_tables(tables: Any, optimizer: RowwiseOptimizer | None) -> dict[str,
         for feature in table.features_of(name):
             if feature in users:
                 raise ValueError(
-                    f"{OWNER}: feature {feature!r} looks up table {users[feature]!r} and "
-                    f"{name!r}: it can look up one (let `inputs` return it under two names)."
+                    f"{OWNER}: feature {feature!r} must look up one table, got "
+                    f"{users[feature]!r} and {name!r}."
                 )
             users[feature] = name
     return checked
@@ -297,13 +297,12 @@ def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> 
             own = {name: TablePlacement(store, first.num_rows, owners, parts, rows // owners, 0, 0)}
         if first.shard == "column" and first.dim % num_shards:
             raise ValueError(
-                f'{OWNER}: table {store!r}: with shard="column" the number of devices '
-                f"({num_shards}) must divide `dim`, got {first.dim}."
+                f'{OWNER}: table {store!r}: with shard="column" devices ({num_shards}) must divide '
+                f"`dim`, got {first.dim}."
             )
         if rows > MOST_ROWS:
             raise ValueError(
-                f"{OWNER}: array {store!r} has {rows} rows with padding, and can have at most "
-                f"{MOST_ROWS}."
+                f"{OWNER}: array {store!r} must have at most {MOST_ROWS} rows, got {rows}."
             )
         grid = (1, num_shards) if first.shard == "column" else (num_shards, 1)
         dtype = jnp.dtype(first.dtype)
@@ -389,10 +388,8 @@ def _init_rows(table: Table, key: Any, parts: int, residue: jax.Array) -> jax.Ar
     else:
         values = table.init(rows_key, shape, table.dtype)
         if jnp.shape(values) != shape:
-            raise ValueError(
-                f"{OWNER}: `init` of a table of {table.num_rows} rows must return an array of the "
-                f"shape that it receives, here {shape}, got {jnp.shape(values)}."
-            )
+            got = jnp.shape(values)
+            raise ValueError(f"{OWNER}: `init` must return an array of {shape}, got {got}.")
     numbers = residue + parts * jnp.arange(per_part, dtype=jnp.int32)
     return jnp.where((numbers < table.num_rows)[:, None], values, 0).astype(table.dtype)
 

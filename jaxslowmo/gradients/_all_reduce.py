@@ -1,7 +1,4 @@
-"""Packing of gradients into buckets, and the reduction of each bucket.
-
-The mean of gradients over replicas, by all-reduces of buckets.
-"""
+"""The mean of gradients over replicas, by all-reduces of buckets."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -209,8 +206,8 @@ def reduce_with_hook(
                 flat, state = hook.update(bucket, state)
             if (flat.shape, flat.dtype) != ((bucket.size,), bucket.dtype):
                 raise ValueError(
-                    f"`hook`: the reduced bucket must be ({bucket.size},) {bucket.dtype} as the "
-                    f"bucket is, got {flat.shape} {flat.dtype}."
+                    f"`hook`: the reduced bucket must be ({bucket.size},) {bucket.dtype}, got "
+                    f"{flat.shape} {flat.dtype}."
                 )
             results.append(flat)
             after.append(state)
@@ -402,9 +399,8 @@ def all_reduce_gradients(
             ready_order, group = None, over
             if over.param_specs is None and any(jax.tree.leaves(param_specs)):
                 warn(
-                    f"{_OWNER}: leaves that are sharded inside a replica are gathered for each "
-                    "exchange, since the states of `hook` are of whole leaves: pass `param_specs`, "
-                    "one PartitionSpec per leaf (P() for whole ones)."
+                    f"{_OWNER}: sharded leaves are gathered for each exchange, since states of "
+                    "`hook` are of whole leaves: pass `param_specs`, one PartitionSpec per leaf."
                 )
         with jax.named_scope(_OWNER):
             others = tuple(name for name in axis_names(axis_name) if name not in inner_axes)
@@ -436,9 +432,7 @@ def mean_gradients(
 
     Communication: one all-reduce over `axis_name` per bucket.
     """
-    group, layout = (
-        checked_group(_OWNER, axis_name, param_specs=param_specs),
-        BucketLayout(BUCKET_LIMITS),
-    )
+    group = checked_group(_OWNER, axis_name, param_specs=param_specs)
     with jax.named_scope(_OWNER):
+        layout = BucketLayout(BUCKET_LIMITS)
         return all_reduce_buckets(group, layout, grads, weight, False, ready_order)

@@ -28,10 +28,7 @@ from .sparse import RowGradient, WithRows, arrays_of, coalesce, is_row_gradient
 from .tied import TiedGroup, checked_groups, tied_members
 
 _EPSILON = 1e-6  # torch's
-_IN_THE_NORM = (
-    "Axes over which the compiler shards are not mapped: leave them out, since what is sharded "
-    "there is in the norm already."
-)
+_IN_THE_NORM = "Leave out axes over which the compiler shards: the norm covers them."
 
 
 @transient_state
@@ -122,7 +119,9 @@ def clip_by_global_norm(
         factor = jnp.where(jnp.isfinite(total), jnp.minimum(ratio, one), jnp.nan * one)
         numbers = cast(total, state.norm.dtype), cast(factor, state.clip_factor.dtype)
         new = ClipByGlobalNormState(*numbers)
-        return scale_leaves(updates, new.clip_factor), new
+        scale = cached_cast(new.clip_factor)
+        clipped = map_in_float32(lambda x: x * scale(jnp.finfo(x.dtype).dtype), updates)
+        return clipped, new
 
     return GradientTransform(init_fn, update_fn, Reduction(clips=True, of_rows=True))
 
@@ -147,8 +146,8 @@ def _element_masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
     for mask, leaf in zip(masks, leaves, strict=True):
         if mask is not None and jnp.broadcast_shapes(np.shape(mask), leaf.shape) != leaf.shape:
             raise ValueError(
-                f"{OWNER}: `counted` must have masks that broadcast to the leaves, got one of "
-                f"shape {np.shape(mask)} for a leaf of {leaf.shape}."
+                f"{OWNER}: masks of `counted` must broadcast to the leaves, got one of "
+                f"{np.shape(mask)} for a leaf of {leaf.shape}."
             )
     return masks
 
@@ -198,12 +197,6 @@ def global_norm(
     return jnp.sqrt(total) if norm == 2 else total ** jnp.asarray(1 / norm, wide)
 
 
-def scale_leaves(tree: PyTree, scale: jax.Array) -> PyTree:
-    """Return gradients times a number, computed in at least float32, in their own dtypes."""
-    factor = cached_cast(scale)
-    return map_in_float32(lambda x: x * factor(jnp.finfo(x.dtype).dtype), tree)
-
-
 def _leaf_term(leaf: Any, norm: float, mask: Any) -> jax.Array:
     """Return the sum of powers of the numbers in a leaf, or the largest of them, ()."""
     # A row may occur several times in a gradient of rows, and counts by its sum.
@@ -249,14 +242,11 @@ class OwnershipRule:
         if self.param_specs is not None:
             check_are_specs(OWNER, self.param_specs)
             if not self.axes:
-                raise ValueError(
-                    f"{OWNER}: `param_specs` say what is sharded over `model_axes`, and none are "
-                    "given: what the compiler shards is in the norm already."
-                )
+                raise ValueError(f"{OWNER}: `param_specs` need `model_axes`, got none.")
         if self.tied and self.tied_axis not in self.axes:
             raise ValueError(
-                f"{OWNER}: `tied_axis_name`, the axis of the stages in `tied`, must be one of "
-                f"`model_axes`={self.axes}, got {self.tied_axis!r}."
+                f"{OWNER}: `tied_axis_name` must be one of `model_axes`={self.axes}, got "
+                f"{self.tied_axis!r}."
             )
 
     def leaf_masks(self, tree: PyTree) -> list[jax.Array | None]:
@@ -303,9 +293,8 @@ class OwnershipRule:
                 typed[len(typed) - len(tree.rows) :] = [tables] * len(tree.rows)
             if unknown := sorted(axes - tracked - tables):
                 raise ValueError(
-                    f"{OWNER}: nothing tells which leaves are sharded over {unknown}: types do "
-                    "under shard_map(check_vma=True) alone. Pass `param_specs`, one PartitionSpec "
-                    "per leaf (P() for leaves that all devices have whole)."
+                    f"{OWNER}: pass `param_specs`, one PartitionSpec per leaf: no types say which "
+                    f"leaves are sharded over {unknown}."
                 )
             return typed
         named = [

@@ -1,8 +1,7 @@
-"""Gradients of tables as row numbers and values, alone and next to those of dense parameters.
+"""Gradients of tables as row numbers and values: their sums, and how losses give them.
 
-Coalescing of rows: duplicates summed, rows sorted, in a static number of entries.
-
-Differentiation with respect to the rows that are looked up, not the whole table.
+In the order of this file: row gradients; distinct rows and their sums; lookups, with respect to
+whose rows, not the whole table, a loss is differentiated. Nothing here communicates.
 """
 
 import dataclasses
@@ -72,7 +71,7 @@ class RowGradient(SomeRows):
             return NotImplemented
         if self.shape != other.shape or self.dtype != other.dtype:
             raise ValueError(
-                "RowGradient: only gradients of one table can be added, got tables "
+                "RowGradient: only gradients of one table can be added, got "
                 f"{self.dtype}{list(self.shape)} and {other.dtype}{list(other.shape)}."
             )
         return RowGradient(
@@ -107,10 +106,9 @@ def check_row_gradient(owner: str, name: str, gradient: RowGradient) -> None:
     are_values = jnp.issubdtype(values.dtype, jnp.floating) and values.shape[:1] == rows.shape
     if not (are_rows and are_values):
         raise ValueError(
-            f"{owner}: {name} needs rows that are integers of shape (k,) and values that are "
-            f"floating of shape (k, ...), got {rows.dtype} {rows.shape} and {values.dtype} "
-            f"{values.shape}. (Has an element-wise transform, such as clipping or scaling, been "
-            "applied to the RowGradient?)"
+            f"{owner}: {name} must have integer rows (k,) and floating values (k, ...), got "
+            f"{rows.dtype} {rows.shape} and {values.dtype} {values.shape}: has a transform such as "
+            "clipping been applied to the RowGradient?"
         )
 
 
@@ -196,7 +194,7 @@ def apply_rows(table: jax.Array, gradient: RowGradient, *, learning_rate: Any) -
     table = jnp.asarray(table)
     if table.shape != gradient.shape:
         raise ValueError(
-            f"apply_rows: `gradient` is of a table of shape {gradient.shape}, `table` has "
+            f"apply_rows: `table` must have the shape {gradient.shape} of `gradient`, got "
             f"{table.shape}."
         )
     wide = at_least_float32(gradient.dtype)
@@ -374,7 +372,7 @@ def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
     dense = jnp.asarray(dense)
     if dense.ndim < 1 or not jnp.issubdtype(dense.dtype, jnp.floating):
         raise ValueError(
-            "row_gradient: `dense` must be the floating gradient of a table (num_rows, ...), got "
+            "row_gradient: `dense` must be floating (num_rows, ...), got "
             f"{dense.dtype}{list(dense.shape)}."
         )
     num_rows = dense.shape[0]
@@ -446,9 +444,8 @@ class TouchedRows(SomeRows):
     def __jax_array__(self) -> jax.Array:
         """Raise `TypeError`: this is not the whole table."""
         raise TypeError(
-            "TouchedRows holds only the rows that a step looks up: index it, `table[indices]`. A "
-            "table that is used in another way, as the output layer for example, has a gradient in "
-            "every row: leave it out of `tables` in js.row_value_and_grad."
+            "TouchedRows holds only the rows that a step looks up: index it, `table[indices]`, or "
+            "leave the table out of `tables` in js.row_value_and_grad."
         )
 
 
