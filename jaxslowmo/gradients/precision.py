@@ -86,7 +86,7 @@ class Policy:
         for name in self.keep:
             if not any(_matches(path, name) for path in paths):
                 raise ValueError(
-                    "Policy: `keep` must name leaves of parameters or batch, or their subtrees, got "
+                    "Policy: `keep` must name leaves of parameters or batch, or subtrees, got "
                     f"{name!r}; leaves are {', '.join(map(_name, paths))}."
                 )
 

@@ -480,9 +480,9 @@ def stage_types(
     for k, other in enumerate(sent):
         if other != sent[0]:
             raise ValueError(
-                "`model`: in one program all stages must return activations of one type, got "
-                f"{structs[0]} of stage 0 and {structs[k]} of stage {k}: choose other `parts`, or "
-                'use `executor`="host".'
+                "`model`: in one program activations must have one type, and stage 0 gives "
+                f"{structs[0]}, stage {k} {structs[k]}: choose other `parts`, or "
+                '`executor`="host".'
             )
     none = Activations(jax.tree.structure(()), ())
     return sent[0] if sent else none, results[-1]._replace(state=None)
@@ -491,9 +491,14 @@ def stage_types(
 # Buffers with numbered rows.
 
 
+def placeholder(shape: Sequence[int], dtype: Any) -> jax.Array:
+    """Return the placeholder for a row that holds no value; nothing may depend on it."""
+    return jnp.zeros(shape, dtype)
+
+
 def placeholders(types: Sequence[Any]) -> list[jax.Array]:
-    """Return values of these types on which nothing may depend, sent if there is no result."""
-    return [jnp.zeros(x.shape, x.dtype) for x in types]
+    """Return placeholders of these types, which a device sends if it has no result to send."""
+    return [placeholder(x.shape, x.dtype) for x in types]
 
 
 class StageBuffers:
@@ -533,7 +538,7 @@ class StageBuffers:
     def zeros(self) -> Buffers:
         """Return buffers without values."""
         types = zip(self._rows, self.types, strict=True)
-        return [jnp.zeros((rows, *x.shape), x.dtype) for rows, x in types]
+        return [placeholder((rows, *x.shape), x.dtype) for rows, x in types]
 
     def read(self, buffers: Buffers, kind: int, row: jax.Array) -> tuple[jax.Array, ...]:
         """Return the values of a stage of this kind in a row."""

@@ -94,17 +94,20 @@ class Pipelined(LossProgram):
             another transformation.
           TypeError: `rng` is not a PRNG key (from jax).
         """
-        return self._compute_loss(stacked, batch, rng, model_state, as_quotient=False)
+        loss, state = self._compute_loss(stacked, batch, rng, model_state)
+        return loss.to_output(state, as_quotient=False)
 
     def quotient_loss(
         self, stacked: PyTree, batch: PyTree, *, rng: Any = None, model_state: PyTree = None
     ) -> Any:
         """Compute the loss as the call does; a quotient of sums is a `tracing.Quotient`."""
-        return self._compute_loss(stacked, batch, rng, model_state, as_quotient=True)
+        loss, state = self._compute_loss(stacked, batch, rng, model_state)
+        return loss.to_output(state, as_quotient=True)
 
     def _compute_loss(
-        self, stacked: PyTree, batch: PyTree, rng: Any, model_state: PyTree, *, as_quotient: bool
-    ) -> Any:
+        self, stacked: PyTree, batch: PyTree, rng: Any, model_state: PyTree
+    ) -> tuple[Loss, PyTree]:
+        """Return the loss and the new model state; None for models without."""
         if isinstance(stacked, list | tuple):
             stacked = self.layout.stack(stacked)
         if not isinstance(stacked, Staged) or stacked.packing != self.layout.packing:
@@ -132,8 +135,7 @@ class Pipelined(LossProgram):
         elif jax.tree.leaves(model_state):
             raise ValueError("`model_state` must be left out, since no layer takes `state`.")
         loss, after = self._run(stacked, states, batch, rng if self.model.takes_key else None)
-        state = None if self.state_layout is None else self.state_layout.packing.wrap_buffers(after)
-        return loss.to_output(state, as_quotient=as_quotient)
+        return loss, self.state_layout and self.state_layout.packing.wrap_buffers(after)
 
     def execute(
         self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool

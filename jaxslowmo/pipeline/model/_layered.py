@@ -146,23 +146,20 @@ class LayeredModel(LossProgram):
         Raises:
           ValueError: parameters or model state of other layers, or an invalid loss.
         """
-        return self._compute_loss(params, batch, rng, model_state, as_quotient=False)
+        loss, state = self._compute_loss(params, batch, rng, model_state)
+        return loss.to_output(state, as_quotient=False)
 
     def quotient_loss(
         self, params: Sequence[PyTree], batch: PyTree, *, rng: Any = None, model_state: Any = None
     ) -> Any:
         """Compute the loss as the call does; a quotient of sums is a `tracing.Quotient`."""
-        return self._compute_loss(params, batch, rng, model_state, as_quotient=True)
+        loss, state = self._compute_loss(params, batch, rng, model_state)
+        return loss.to_output(state, as_quotient=True)
 
     def _compute_loss(
-        self,
-        params: Sequence[PyTree],
-        batch: PyTree,
-        rng: Any,
-        model_state: Any,
-        *,
-        as_quotient: bool,
-    ) -> Any:
+        self, params: Sequence[PyTree], batch: PyTree, rng: Any, model_state: Any
+    ) -> tuple["Loss", PyTree]:
+        """Return the loss and the new model state; None for models without."""
         # `check_params` is too strict: leaves may be functions, as in an equinox module.
         self._check_count(params)
         microbatch = batch if rng is None else KeyedMicrobatch(batch, rng)
@@ -174,7 +171,7 @@ class LayeredModel(LossProgram):
         elif jax.tree.leaves(model_state):
             raise ValueError("`model_state` must be left out, since no layer takes `state`.")
         terms = whole(weights, x, microbatch)
-        return terms.loss(1).to_output(terms.state, as_quotient=as_quotient)
+        return terms.loss(1), terms.state
 
     def stage(
         self, start: int, end: int, runs: Sequence[Run] | None = None, *, loops: bool = True

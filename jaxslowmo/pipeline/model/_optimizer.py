@@ -574,8 +574,8 @@ class _OtherStagesError(ValueError):
 
     def __init__(self, argument: str, why: str, instead: str) -> None:
         super().__init__(
-            f"`{argument}` must not need leaves of other stages for the update of a leaf, since "
-            f"each stage updates its own: {why}. {instead}"
+            f"`{argument}` must not hold a transform whose update of a leaf depends on leaves of "
+            f"other stages: {why}. {instead}"
         )
 
 
