@@ -25,6 +25,8 @@ OWNER = "embeddings"
 MAKERS = "js.embedding.rowwise_adagrad, js.embedding.rowwise_sgd or js.embedding.rowwise_adam"
 # Row numbers are int32, and some numbers above the largest row mean that there is no row.
 MOST_ROWS = 2**31 - 2**20
+# Parts of a table's rows, so that 1, 2, 4, ... 64 devices store equal arrays.
+PARTS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +158,7 @@ def _is_floating(dtype: Any) -> bool:
     return jnp.issubdtype(parsed, jnp.floating) and jax.dtypes.canonicalize_dtype(parsed) == parsed
 
 
-PARTS = 64
-"""The number of parts of a table's rows, so that 1, 2, 4, ... 64 devices store equal arrays."""
+# The placement of rows.
 
 
 def part_of_residue(parts: int) -> np.ndarray:
@@ -375,6 +376,9 @@ def unshard_explicit(arrays: Mapping[str, Any]) -> dict[str, Any]:
         return x if is_whole else jax.sharding.reshard(x, NamedSharding(sharding.mesh, P()))
 
     return {name: whole(x) for name, x in arrays.items()}
+
+
+# Initial values.
 
 
 def _init_rows(table: Table, key: Any, parts: int, residue: jax.Array) -> jax.Array:

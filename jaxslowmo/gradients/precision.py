@@ -31,6 +31,7 @@ from ..transform import (
 from ..tree import all_finite, at_least_float32, cast, parts_of, zero_unless
 from ._leaves import is_number, unscale
 
+_OWNER = "dynamic_loss_scale"
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -135,6 +136,9 @@ def _cast_like(x: Any, old: Any) -> Any:
     return cast(jnp.asarray(x), jnp.result_type(old)) if _is_real(x) else x
 
 
+# The scale in the state of an optimizer.
+
+
 class DynamicLossScaleState(NamedTuple):
     """State of `dynamic_loss_scale`."""
 
@@ -155,7 +159,7 @@ def scale_state(opt_state: PyTree) -> DynamicLossScaleState | None:
     parts = parts_of(opt_state, DynamicLossScaleState)
     if len(parts) > 1:
         raise ValueError(
-            "dynamic_loss_scale: an optimizer must hold one loss scale, around the whole, such as "
+            f"{_OWNER}: an optimizer must hold one loss scale, around the whole, such as "
             f"an optax.partition of optimizers, got {len(parts)}."
         )
     return parts[0] if parts else None
@@ -197,7 +201,7 @@ def check_nesting(opt_state: PyTree) -> None:
     for x, known in known_states(opt_state):
         if known.around_scale and parts_of(tuple(x), DynamicLossScaleState):
             raise ValueError(
-                f"dynamic_loss_scale: must not be in {known.name}, {known.around_scale}: put that "
+                f"{_OWNER}: must not be in {known.name}, {known.around_scale}: put that "
                 "inside of it."
             )
 
@@ -226,7 +230,7 @@ def loss_scale_of(opt_state: PyTree) -> jax.Array | None:
     return None if state is None else state.loss_scale
 
 
-Update = Callable[..., tuple[PyTree, PyTree]]
+# Overflows.
 
 
 def any_over(flag: jax.Array, axes: Iterable[str], weight: jax.Array | None) -> jax.Array:
@@ -264,6 +268,9 @@ def revert_if(overflow: jax.Array, new: PyTree, old: PyTree) -> PyTree:
         return jnp.where(overflow, cast(jnp.asarray(o), jnp.asarray(n).dtype), n)
 
     return jax.tree.map(one, new, old)
+
+
+Update = Callable[..., tuple[PyTree, PyTree]]
 
 
 def guard_overflow(update: Update, axes: Iterable[str], weight: jax.Array | None) -> Update:
@@ -323,7 +330,7 @@ def scaled_value_and_grad(
     return differentiate
 
 
-_OWNER = "dynamic_loss_scale"
+# The wrapper.
 
 
 @dataclass(frozen=True)

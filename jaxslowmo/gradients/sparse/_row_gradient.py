@@ -19,6 +19,8 @@ from ..._support.types import PyTree
 from ...collectives import scale
 from ...tree import at_least_float32, leaf_names
 
+OUT_OF_RANGE = 2**31 - 1  # beyond any capacity: scatters drop entries at this place
+
 
 @dataclasses.dataclass(frozen=True)
 class SomeRows:
@@ -257,7 +259,7 @@ def split_rows(
     return dense, rows, (), join
 
 
-OUT_OF_RANGE = 2**31 - 1  # beyond any capacity: scatters drop entries at this place
+# Distinct rows and their sums.
 
 
 class Coalesced(NamedTuple):
@@ -409,6 +411,9 @@ def add_in_order(
     entries = (places, values) if shares is None else (places, values, shares)
     zeros = jnp.zeros_like(values, wide, shape=(num_places, *values.shape[2:]))
     return lax.scan(add, zeros, entries)[0]
+
+
+# Lookups.
 
 
 @jax.tree_util.register_dataclass
