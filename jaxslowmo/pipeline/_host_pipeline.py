@@ -24,8 +24,9 @@ from ._stage_programs import (
     StagePrograms,
     StepPrograms,
 )
+from ._tick_table import forward_ticks
 from .model import Loss, LossTerms
-from .schedules import Operation, Schedule
+from .schedules import Operation, Schedule, Tick
 
 # The number of ticks that may be dispatched and unfinished. The host must be ahead of the devices,
 # so that they do not wait for it; but each tick ahead holds arrays beyond what the schedule needs.
@@ -65,23 +66,14 @@ class Pass:
     _dy: _ByStage = field(default_factory=dict)
     _kept: _ByStage = field(default_factory=dict)
 
-    def run(self) -> None:
-        """Dispatch all operations; return when the last ones are dispatched, not finished."""
+    def run(self, ticks: Sequence[Tick]) -> None:
+        """Dispatch the operations of all ticks; return before the last ones are finished."""
         in_flight: deque[list[jax.Array]] = deque()
-        for tick in self.schedule.ticks():
+        for tick in ticks:
             if len(in_flight) == _TICKS_AHEAD:
                 jax.block_until_ready(in_flight.popleft())
             outputs = [self._dispatch(operation) for cell in tick for operation in cell]
             in_flight.append([x for x in outputs if x is not None])
-
-    def evaluate(self) -> None:
-        """Dispatch only the forward passes."""
-        for m in range(self.schedule.num_microbatches):
-            if m >= _TICKS_AHEAD:
-                jax.block_until_ready(self.results[m - _TICKS_AHEAD])
-            for k in range(len(self.programs)):
-                self._forward(k, m)
-                self._stash.pop((k, m))
 
     def _dispatch(self, operation: Operation) -> jax.Array | None:
         """Dispatch one operation; return one of its outputs, to wait for."""
@@ -297,7 +289,8 @@ class Execution:
     def __init__(self, setting: HostSetting, stages: StageMeshes) -> None:
         self._setting, self._stages = setting, stages
         plan = setting.plan
-        self._schedule = plan.schedule
+        self._schedule = schedule = plan.schedule
+        self._ticks = schedule.ticks() if setting.differentiates else forward_ticks(schedule)
         self._programs = [
             StagePrograms(setting, k, stages.meshes[stage])
             for k, stage in enumerate(self._schedule.placement)
@@ -404,10 +397,7 @@ class Execution:
             totals,
             [program(view) if view else view for program, view in programs],
         )
-        if setting.differentiates:
-            one_pass.run()
-        else:
-            one_pass.evaluate()
+        one_pass.run(self._ticks)
         return one_pass
 
     def _finish_pass(self, one_pass: Pass) -> Results:

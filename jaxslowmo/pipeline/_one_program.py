@@ -436,8 +436,8 @@ def _check_permutes(text: str) -> None:
     """
     if found := _PERMUTE.search(text):
         raise ValueError(
-            f"`loss_fn`: for {found[1]!r} of a layer the compiler permutes an array among stages, of "
-            "which some would wait for the others forever: leave out sharding constraints in "
+            f"`loss_fn`: for {found[1]!r} of a layer the compiler permutes an array among all "
+            "stages, which would wait for the others forever: leave out sharding constraints in "
             'layers, or use `executor`="host".'
         )
 

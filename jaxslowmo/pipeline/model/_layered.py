@@ -17,7 +17,7 @@ from jax import lax
 from ..._support.types import PyTree
 from ...tracing import Quotient, check_loss
 from ...transform import LossProgram
-from ...tree import check_arrays, leaf_names, promoted_dtype
+from ...tree import leaf_names, promoted_dtype
 from ._microbatches import KeyedMicrobatch
 from ._ties import Groups, TiedLeaf, Ties, as_ties, tie_leaves, tied_positions, tied_transform
 
@@ -406,7 +406,6 @@ def check_leaves(argument: str, tree: PyTree, *, keys: bool = False) -> None:
       tree: the value of the argument.
       keys: whether leaves may also be PRNG keys.
     """
-    check_arrays(f"`{argument}`", tree)
     leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
     wrong = [(n, x) for n, x in leaves if not (_is_number(x) or (keys and _is_key(x)))]
     if wrong:
