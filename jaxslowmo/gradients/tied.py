@@ -18,7 +18,7 @@ from .._support.types import PyTree
 from ..collectives import permute
 from ..mesh import axis_size, require_axes
 from ..transform import GradientTransform, Reduction
-from ..tree import leaf_names, plan_buffers
+from ..tree import leaf_names, plan_buffers, type_text
 from ._leaves import check_varying
 
 TiedGroup = Mapping[int, str]
@@ -75,7 +75,7 @@ def tied_members(
             raise ValueError(
                 f"{owner}: `{argument}` must name leaves of {list(position)}, got {unknown}."
             )
-        kinds = {name: _kind(leaves[position[name]]) for name in group.values()}
+        kinds = {name: type_text(leaves[position[name]]) for name in group.values()}
         if len(set(kinds.values())) > 1:
             raise ValueError(
                 f"{owner}: copies in `{argument}` must have equal shapes and dtypes, got "
@@ -88,10 +88,6 @@ def tied_members(
 def _is_entry(item: tuple[Any, Any]) -> bool:
     stage, name = item
     return as_int(stage, 0) is not None and isinstance(name, str)
-
-
-def _kind(leaf: Any) -> str:
-    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
 def sum_over_holders(

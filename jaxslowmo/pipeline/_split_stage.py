@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 from .._support.checks import checks_flags
 from .._support.types import PyTree
 from ..tracing import Atom, InlinedProgram, has_side_effects, run, scan_operands, trace_inline
+from ..tree import type_text
 
 
 def type_of(x: Any) -> Any:
@@ -300,7 +301,7 @@ class Argument:
         if (jnp.shape(x), jnp.result_type(x)) != (aval.shape, aval.dtype):
             raise ValueError(
                 f"`{self.name}`: leaf {i} must be {aval.dtype}{list(aval.shape)}, as traced, got "
-                f"{jnp.result_type(x)}{list(jnp.shape(x))}."
+                f"{type_text(x)}."
             )
         return x
 

@@ -17,7 +17,7 @@ from ..._support.checks import check_names, checked_int, checks_flags
 from ..._support.scopes import ALL_REDUCE_ROWS
 from ..._support.types import PyTree
 from ...collectives import scale
-from ...tree import at_least_float32, leaf_names
+from ...tree import at_least_float32, leaf_names, type_text
 
 OUT_OF_RANGE = 2**31 - 1  # beyond any capacity: scatters drop entries at this place
 
@@ -373,10 +373,8 @@ def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
     capacity = checked_capacity("row_gradient", capacity)
     dense = jnp.asarray(dense)
     if dense.ndim < 1 or not jnp.issubdtype(dense.dtype, jnp.floating):
-        raise ValueError(
-            "row_gradient: `dense` must be floating (num_rows, ...), got "
-            f"{dense.dtype}{list(dense.shape)}."
-        )
+        got = type_text(dense)
+        raise ValueError(f"row_gradient: `dense` must be floating (num_rows, ...), got {got}.")
     num_rows = dense.shape[0]
     used = jnp.any(dense != 0, axis=tuple(range(1, dense.ndim)))
     (rows,) = jnp.nonzero(used, size=capacity or max(1, num_rows), fill_value=num_rows)
