@@ -140,13 +140,15 @@ def jagged(
     if weights is not None:
         weights = _checked_weights("jagged", weights, values)
     factors = [None] * len(names) if weights is None else np.split(weights, ends)
-    found = {}
+    bags_by_feature = {}
     parts = zip(names, by_feature, np.split(values, ends), factors, strict=True)
-    for name, own, ids, weight in parts:
+    for name, sizes_of_bags, ids, weight in parts:
         room = max_length.get(name) if isinstance(max_length, Mapping) else max_length
         owner = f"jagged: feature {name!r}"
-        found[name] = _pad_bags(owner, ids, own, weight, max_length=room, truncate=truncate)
-    return found
+        bags_by_feature[name] = _pad_bags(
+            owner, ids, sizes_of_bags, weight, max_length=room, truncate=truncate
+        )
+    return bags_by_feature
 
 
 def _pad_bags(

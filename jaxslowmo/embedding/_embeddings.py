@@ -449,13 +449,13 @@ class Embeddings:
         """
         layout = self.layout()
         rows: Any = {name: store.num_rows for name, store in layout.stores.items()}
-        found: Any = type(tables).__name__
+        shapes: Any = type(tables).__name__
         if isinstance(tables, Mapping):
-            found = {name: jnp.shape(x) for name, x in tables.items()}
-        if not isinstance(found, dict) or any(x[:1] != (rows.get(n),) for n, x in found.items()):
+            shapes = {name: jnp.shape(x) for name, x in tables.items()}
+        if not isinstance(shapes, dict) or any(x[:1] != (rows.get(n),) for n, x in shapes.items()):
             raise ValueError(
                 f"{OWNER}: `read` needs stored arrays of one replica, as in `step.consensus(state)"
-                f".tables`, with {rows} rows, got {found}."
+                f".tables`, with {rows} rows, got {shapes}."
             )
         stored = unshard_explicit(tables)
         with jax.transfer_guard("allow"):  # of row numbers

@@ -198,10 +198,10 @@ def did_skip(before: PyTree, after: PyTree) -> jax.Array | None:
 def check_nesting(opt_state: PyTree) -> None:
     """Raise `ValueError` for a loss scale inside of a wrapper that defeats it, or for several."""
     scale_state(opt_state)
-    for x, known in known_states(opt_state):
-        if known.around_scale and parts_of(tuple(x), DynamicLossScaleState):
+    for x, wrapper in known_states(opt_state):
+        if wrapper.around_scale and parts_of(tuple(x), DynamicLossScaleState):
             raise ValueError(
-                f"{_OWNER}: must not be in {known.name}, {known.around_scale}: put that "
+                f"{_OWNER}: must not be in {wrapper.name}, {wrapper.around_scale}: put that "
                 "inside of it."
             )
 

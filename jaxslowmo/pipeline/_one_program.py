@@ -434,9 +434,9 @@ def _check_permutes(text: str) -> None:
     The compiler does so where a layer moves activations between the axes that shard parameters,
     such as by `with_sharding_constraint`.
     """
-    if found := _PERMUTE.search(text):
+    if match := _PERMUTE.search(text):
         raise ValueError(
-            f"`loss_fn`: for {found[1]!r} of a layer the compiler permutes an array among all "
+            f"`loss_fn`: for {match[1]!r} of a layer the compiler permutes an array among all "
             "stages, which would wait for the others forever: leave out sharding constraints in "
             'layers, or use `executor`="host".'
         )

@@ -354,13 +354,13 @@ def layer_flops(
     for i, tree in enumerate(params):
         check_arrays(f"layer_flops: layer {i}", tree)
     batch = _types(microbatch)
-    x, flops_of_layers, known = batch, [], {}
+    x, flops_of_layers, results = batch, [], {}
     for i, weights in enumerate(map(_types, params)):
         takes = model.takes[i] if isinstance(model, LayeredModel) else ()
         key = layers[i], takes, _key((weights, x)), i == 0, i == len(layers) - 1
-        if key not in known:
-            known[key] = _count_layer_flops(_layer_fn(model, i), weights, x, batch)
-        flops, x = known[key]
+        if key not in results:
+            results[key] = _count_layer_flops(_layer_fn(model, i), weights, x, batch)
+        flops, x = results[key]
         flops_of_layers.append(flops)
     return flops_of_layers
 

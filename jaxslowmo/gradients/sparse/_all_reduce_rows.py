@@ -288,8 +288,8 @@ class TableReduction:
         if send:
             sparse: Any = coalesce if isinstance(gradient, RowGradient) else row_gradient
             # Values of an overflow are NaN, and the second exchange replaces them.
-            found, distinct, _ = sparse(gradient, capacity=send)
-            rows, values = found.rows, found.values
+            gradient_of_rows, distinct, _ = sparse(gradient, capacity=send)
+            rows, values = gradient_of_rows.rows, gradient_of_rows.values
         tail, shares = [distinct, outside], None
         if weight is not None:
             tail.append(lax.bitcast_convert_type(weight, jnp.int32))

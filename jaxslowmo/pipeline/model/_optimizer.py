@@ -394,8 +394,8 @@ class _ModelProgram(NamedTuple):
         # Transforms ask whether values have types of mapped axes, as that of the stages will be.
         bound = [(packing.axis_name, packing.num_stages)] if packing.num_stages > 1 else None
         closed, results = jax.make_jaxpr(model_fn, axis_env=bound, return_shape=True)(*trees)
-        found, structure = jax.tree.flatten(results, is_leaf=is_like)
-        after = tuple(packing.for_tree(x) if is_like(x) else None for x in found)
+        nodes_after, structure = jax.tree.flatten(results, is_leaf=is_like)
+        after = tuple(packing.for_tree(x) if is_like(x) else None for x in nodes_after)
         return cls(
             packing=packing,
             argument=argument,
@@ -403,8 +403,8 @@ class _ModelProgram(NamedTuple):
             before=before,
             inputs=tuple(_places(packing.outer, before, trees)),
             after=after,
-            shared=[type_text(x) for x in found if not is_like(x)],
-            outputs=tuple(_places(packing.outer, after, found)),
+            shared=[type_text(x) for x in nodes_after if not is_like(x)],
+            outputs=tuple(_places(packing.outer, after, nodes_after)),
             structure=structure,
             instead=alternatives_to(args),
         )
@@ -440,18 +440,18 @@ class _ModelProgram(NamedTuple):
             if at.position is not None and (x.combines or x.leaf not in (None, own)):
                 return False, False
         try:
-            program, found = jax.make_jaxpr(fn, return_shape=True)(*args)
+            program, result = jax.make_jaxpr(fn, return_shape=True)(*args)
         except Exception:  # it may not know what to do with buffers
             return True, False
-        found = jax.tree.leaves(found, is_leaf=_has_buffers)
-        after = [x.packing if _has_buffers(x) else None for x in found]
-        shared = [x for x in found if not _has_buffers(x)]
+        result = jax.tree.leaves(result, is_leaf=_has_buffers)
+        after = [x.packing if _has_buffers(x) else None for x in result]
+        shared = [x for x in result if not _has_buffers(x)]
         if after != list(self.after) or list(map(type_text, shared)) != self.shared:
             return True, False
-        before, results_of_buffers = ([*_places_of_buffers(x)] for x in (nodes, found))
-        known = numbers(self.outputs, [leaf.buffer for leaf, *_ in self.packing.leaves], results)
+        before, results_of_buffers = ([*_places_of_buffers(x)] for x in (nodes, result))
+        of_model = numbers(self.outputs, [leaf.buffer for leaf, *_ in self.packing.leaves], results)
         names = sorted(self.packing.axes)
-        return True, known == numbers(results_of_buffers, names, values(before, program))
+        return True, of_model == numbers(results_of_buffers, names, values(before, program))
 
     def part(self, stage: int) -> _Part:
         """Return the part of the program that gives the results for a stage's leaves.
