@@ -115,7 +115,7 @@ def sum_over_holders(
     mesh = jax.sharding.get_abstract_mesh()
     axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
     has_automatic = any(kind != AxisType.Manual and size > 1 for kind, size in axes)
-    is_alone = has_automatic and bool(mesh.manual_axes)
+    is_alone = has_automatic and bool(mesh.manual_axes)  # a buffer would be gathered
     groups: dict[Any, list[int]] = {}
     for i, (x, positions) in enumerate(zip(leaves, holders, strict=True)):
         groups.setdefault((tuple(positions), x.dtype, is_alone and i), []).append(i)
@@ -123,7 +123,8 @@ def sum_over_holders(
     with jax.named_scope(TIED):
         for (positions, *_), members in groups.items():
             is_holder = is_one_of(positions, axis_name)
-            copies, total = [leaves[i] for i in members], partial(_sum_copies, positions, axis_name)
+            copies = [leaves[i] for i in members]
+            total = partial(_sum_copies, positions, axis_name)
             if len(members) == 1:
                 totals = [total(copies[0])]
             else:

@@ -109,8 +109,8 @@ def check_row_gradient(owner: str, name: str, gradient: RowGradient) -> None:
     if not (are_rows and are_values):
         raise ValueError(
             f"{owner}: {name} must have integer rows (k,) and floating values (k, ...), got "
-            f"{rows.dtype} {rows.shape} and {values.dtype} {values.shape}: has a transform such as "
-            "clipping been applied to the RowGradient?"
+            f"{rows.dtype} {rows.shape} and {values.dtype} {values.shape}: has a transform been "
+            "applied to it?"
         )
 
 
