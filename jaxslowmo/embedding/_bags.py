@@ -73,8 +73,8 @@ def bags(
             weights, weights_per_bag = _flatten("weights", weights)
             if not np.array_equal(lengths, weights_per_bag):
                 raise ValueError(
-                    f"bags: `weights` must be one for each id: bags have {lengths.tolist()} ids "
-                    f"and {weights_per_bag.tolist()} weights."
+                    f"bags: `weights` must be one per id, {lengths.tolist()} in the bags, got "
+                    f"{weights_per_bag.tolist()}."
                 )
     values = np.asarray(rows)
     sizes = _lengths("bags", lengths, offsets, values)
@@ -131,22 +131,24 @@ def jagged(
         check_names("jagged: `max_length`", max_length, names, "features")
     sizes = _lengths("jagged", lengths, offsets, values)
     if not names or len({*names}) < len(names) or sizes.size % len(names):
+        count = sizes.size
         raise ValueError(
-            "jagged: `features` must be different names, as many bags each, got "
-            f"{names} and {sizes.size} bags."
+            f"jagged: `features` must be different names that divide {count} bags, got {names}."
         )
     by_feature = sizes.reshape(len(names), -1)
     ends = np.cumsum(by_feature.sum(axis=1))[:-1]
     if weights is not None:
         weights = _checked_weights("jagged", weights, values)
     factors = [None] * len(names) if weights is None else np.split(weights, ends)
-    found = {}
+    bags_by_feature = {}
     parts = zip(names, by_feature, np.split(values, ends), factors, strict=True)
-    for name, own, ids, weight in parts:
+    for name, sizes_of_bags, ids, weight in parts:
         room = max_length.get(name) if isinstance(max_length, Mapping) else max_length
         owner = f"jagged: feature {name!r}"
-        found[name] = _pad_bags(owner, ids, own, weight, max_length=room, truncate=truncate)
-    return found
+        bags_by_feature[name] = _pad_bags(
+            owner, ids, sizes_of_bags, weight, max_length=room, truncate=truncate
+        )
+    return bags_by_feature
 
 
 def _pad_bags(
@@ -162,9 +164,7 @@ def _pad_bags(
     if values.size and values.dtype.kind not in "iu":
         raise ValueError(f"{owner}: ids must be integers, got {values.dtype}.")
     if values.min(initial=0) < 0:
-        raise ValueError(
-            f"{owner}: ids must not be negative (that is padding), got {int(values.min())}."
-        )
+        raise ValueError(f"{owner}: ids must be >= 0, got {int(values.min())}.")
     # Larger ids stay as they are: the check against a table rejects them.
     fits_int32 = values.max(initial=0) <= np.iinfo(np.int32).max
     longest = int(lengths.max(initial=0))
@@ -173,8 +173,8 @@ def _pad_bags(
         width = checked_int(f"{owner}: `max_length`", max_length, 1)
     if longest > width and not truncate:
         raise ValueError(
-            f"{owner}: bag {int(lengths.argmax())} has {longest} ids, and `max_length` is "
-            f"{width} (truncate=True leaves out the rest)."
+            f"{owner}: bag {int(lengths.argmax())} has {longest} ids, and `max_length` is {width} "
+            "(truncate=True leaves out the rest)."
         )
     positions = np.arange(values.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
     fits = positions < width
@@ -202,8 +202,8 @@ def _flatten(argument: str, rows: Any) -> tuple[np.ndarray, np.ndarray]:
     parts = [np.asarray(row) for row in rows]
     if any(part.ndim != 1 for part in parts):
         raise ValueError(
-            f"bags: `{argument}` must be a sequence of sequences, a bag each (a flat one needs "
-            "`lengths` or `offsets`)."
+            f"bags: `{argument}` must have a sequence per bag; a flat one needs `lengths` or "
+            "`offsets`."
         )
     full = [part for part in parts if part.size]
     values = np.concatenate(full) if full else np.zeros(0, np.int32)
@@ -228,8 +228,8 @@ def _lengths(owner: str, lengths: Any, offsets: Any, values: np.ndarray) -> np.n
     if (sizes < 0).any():
         first = int(np.argmax(sizes < 0))
         raise ValueError(
-            f"{owner}: `{argument}` must give each bag 0 or more ids, got {int(sizes[first])} for "
-            f"bag {first}."
+            f"{owner}: `{argument}` must give each bag ids, 0 or more, got {sizes[first]} for bag "
+            f"{first}."
         )
     if sizes.sum() != values.size:
         raise ValueError(
@@ -280,14 +280,11 @@ def bags_of(batch: PyTree, features: tuple[str, ...], inputs: Any) -> dict[str, 
     elif isinstance(batch, Mapping):
         by_feature = {feature: batch[feature] for feature in features if feature in batch}
     else:
-        raise ValueError(
-            f"{OWNER}: a batch that is no mapping needs `inputs`, a function that finds the ids in "
-            f"it, got {type(batch).__name__}."
-        )
+        kind = type(batch).__name__
+        raise ValueError(f"{OWNER}: a batch that is no mapping needs `inputs`, got {kind}.")
     check_names(f"{OWNER}: `inputs`", by_feature, features, "features of the tables")
     if not by_feature:
-        names = ", ".join(map(repr, features))
-        raise ValueError(f"{OWNER}: the batch has none of the features {names}.")
+        raise ValueError(f"{OWNER}: the batch must have some of the features {features}.")
     return {feature: as_bags(feature, ids_or_bags) for feature, ids_or_bags in by_feature.items()}
 
 

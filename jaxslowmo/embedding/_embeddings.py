@@ -138,14 +138,13 @@ class Embeddings:
             size = axis_size(self.axis_name)
             if self.num_shards not in (None, size):
                 raise ValueError(
-                    f"{OWNER}: axis {self.axis_name!r} has {size} devices here, and the tables are "
-                    f"for {self.num_shards} (see `over`)."
+                    f"{OWNER}: axis {self.axis_name!r} has {size} devices, and `over` was given "
+                    f"{self.num_shards}."
                 )
             return layout_of(self.tables, size, self.axis_name)
         if self.num_shards is None and any(t.shard == "table" for t in self.tables.values()):
             raise ValueError(
-                f'{OWNER}: the placement of tables with shard="table" depends on the number of '
-                "devices: set it with `over(mesh)`."
+                f'{OWNER}: tables with shard="table" need a number of devices: call `over(mesh)`.'
             )
         # Other tables have the same stored arrays for 1, 2, 4, ... 64 devices.
         return layout_of(self.tables, self.num_shards or 1, self.axis_name)
@@ -220,15 +219,14 @@ class Embeddings:
                 "invalid": f"ids of {features} were not in table {name!r}, which has the rows 0 to "
                 f"{table.num_rows - 1}",
                 "overflow": f"distinct ids of table {name!r} had no slot: `capacity` is "
-                f'{self.capacity[name]} for each owner (overflow="drop" would count them as zeros)',
+                f"{self.capacity[name]} for each owner",
             }
             for what in self._error_kinds:
                 count = int(np.sum(metrics.get(f"{PREFIX}{name}/{what}", 0)))
                 if count:
                     raise ValueError(
-                        f"{OWNER}: in a batch that was used before, {count} {problems[what]}. An "
-                        "update with such a batch is skipped, so that training can go on. Batches "
-                        "in NumPy arrays are checked before they are used."
+                        f"{OWNER}: in an earlier batch, whose update was skipped, {count} "
+                        f"{problems[what]}."
                     )
 
     def check(self, bags: Mapping[str, Any], *, num_parts: int = 1) -> None:
@@ -252,10 +250,9 @@ class Embeddings:
             slots, most = self.capacity[name] or 0, max(needed)
             if most > slots:
                 raise ValueError(
-                    f"{OWNER}: `capacity` of table {name!r} is {slots} slots for each owner, and "
-                    f"part {needed.index(most)} of {num_parts} of the batch has {most} distinct "
-                    f'ids of one, {most - slots} too many (overflow="drop" would count them as '
-                    "zeros)."
+                    f"{OWNER}: `capacity` of table {name!r} is {slots} for each owner, and part "
+                    f"{needed.index(most)} of {num_parts} of the batch has {most} distinct ids of "
+                    "one."
                 )
 
     def slots_needed(self, bags: Mapping[str, Any], *, num_parts: int = 1) -> dict[str, int]:
@@ -281,8 +278,8 @@ class Embeddings:
                 ids = [np.repeat(i, number, axis=0) if is_shared_leaf(i) else i for i in ids]
                 if wrong := [len(i) for i in ids if len(i) % number]:
                     raise ValueError(
-                        f"{OWNER}: the batch of table {name!r} is split into {number} equal "
-                        f"parts, a device each, and has {wrong[0]} rows."
+                        f"{OWNER}: the batch of table {name!r} must divide into {number} parts, a "
+                        f"device each, got {wrong[0]} rows."
                     )
                 parts = np.concatenate([i.reshape(number, -1) for i in ids], axis=1)
                 owners = [place.owners_of(np.unique(part[part >= 0])) for part in parts]
@@ -331,9 +328,8 @@ class Embeddings:
             if leaf is not None and getattr(factors, "shape", None) != shape:
                 leaves = {name: jnp.shape(x) for name, x in named.items()}
                 raise ValueError(
-                    f"{OWNER}: the position weights of feature {feature!r} must be the leaf "
-                    f"{leaf!r} of the dense parameters `params`, of the shape {shape}, one for "
-                    f"each place of a bag; the leaves are {leaves or 'none'}."
+                    f"{OWNER}: `params` must have {leaf!r} of shape {shape}, the position weights "
+                    f"of feature {feature!r}, got {leaves or 'none'}."
                 )
             rows, weights = vectors[places[name].store], requests.weights.get(feature)
             pooled[feature] = pool(rows, slots, self.tables[name].pooling, weights, factors)
@@ -453,13 +449,13 @@ class Embeddings:
         """
         layout = self.layout()
         rows: Any = {name: store.num_rows for name, store in layout.stores.items()}
-        found: Any = type(tables).__name__
+        shapes: Any = type(tables).__name__
         if isinstance(tables, Mapping):
-            found = {name: jnp.shape(x) for name, x in tables.items()}
-        if not isinstance(found, dict) or any(x[:1] != (rows.get(n),) for n, x in found.items()):
+            shapes = {name: jnp.shape(x) for name, x in tables.items()}
+        if not isinstance(shapes, dict) or any(x[:1] != (rows.get(n),) for n, x in shapes.items()):
             raise ValueError(
-                f"{OWNER}: `read` needs stored arrays of one replica, as `tables` of "
-                f"`step.consensus(state)`, with so many rows: {rows}, got {found}."
+                f"{OWNER}: `read` needs stored arrays of one replica, as in `step.consensus(state)"
+                f".tables`, with {rows} rows, got {shapes}."
             )
         stored = unshard_explicit(tables)
         with jax.transfer_guard("allow"):  # of row numbers
@@ -555,17 +551,16 @@ def _cast_host_ids(table: str, feature: str, num_rows: int, bags: Bags) -> Bags:
         return bags
     if int(ids.min()) < least:
         raise ValueError(
-            f"{OWNER}: feature {feature!r} has the id {int(ids.min())}, and padding must be a "
-            f"negative number that devices can hold, at least {least}: use -1."
+            f"{OWNER}: feature {feature!r}: padding must be at least {least}, such as -1, got "
+            f"{int(ids.min())}."
         )
     if int(ids.max()) < num_rows:
         return bags._replace(ids=ids.astype(np.int32))
     index = np.unravel_index(int(np.argmax(ids >= num_rows)), ids.shape)
     place = f"row {index[0]}" + (f", place {index[1]}" if len(index) > 1 else "")
-    count = int(np.sum(ids >= num_rows))
     raise ValueError(
-        f"{OWNER}: feature {feature!r} has the id {int(ids[index])} in {place} of the batch, and "
-        f"table {table!r} has {num_rows} rows, 0 to {num_rows - 1} ({count} such ids in all)."
+        f"{OWNER}: feature {feature!r}: ids of table {table!r} must be below {num_rows}, got "
+        f"{int(ids[index])} in {place} of the batch."
     )
 
 

@@ -82,24 +82,23 @@ def tables_for_mesh(embeddings: Embeddings, mesh: AnyMesh, axis_name: AxisName) 
         replica axis; several shards on a `VirtualMesh`.
     """
     if not isinstance(embeddings, Embeddings):
-        raise ValueError(
-            f"`embeddings` must be made by js.embeddings, got {type(embeddings).__name__}."
-        )
+        kind = type(embeddings).__name__
+        raise ValueError(f"`embeddings` must be made by js.embeddings, got {kind}.")
     axis = embeddings.axis_name
     if axis is None:
         return embeddings
     embeddings = embeddings.over(mesh)
     if axis in axis_names(axis_name):
         raise ValueError(
-            f"`embeddings` are sharded over {axis!r}, a replica axis of this step: every replica "
-            "has its own tables, sharded over an axis inside the replica."
+            f"`embeddings` must be sharded over an axis inside a replica, got {axis!r}, a replica "
+            "axis of this step."
         )
     if has_device_per_position(mesh):
         return embeddings
     if mesh.shape[axis] > 1:
         raise ValueError(
-            f"`embeddings` are sharded over {axis!r} of size {mesh.shape[axis]}, and virtual "
-            "replicas have no devices inside: use js.make_mesh, or axis_name=None."
+            f"`embeddings` over {axis!r} of size {mesh.shape[axis]} need devices inside a replica, "
+            "got a virtual mesh: use js.make_mesh, or axis_name=None."
         )
     return replace(embeddings, axis_name=None)
 

@@ -1,6 +1,6 @@
-"""The description of one embedding table, `js.Table`, and checks of it.
+"""Embedding tables, `js.Table`, and the stored arrays that hold their rows on devices.
 
-Stored arrays: the placement of table rows in them, initial values, and the way back.
+In the order of this file: tables and checks of them; the placement of rows; initial values.
 """
 
 import dataclasses
@@ -25,6 +25,8 @@ OWNER = "embeddings"
 MAKERS = "js.embedding.rowwise_adagrad, js.embedding.rowwise_sgd or js.embedding.rowwise_adam"
 # Row numbers are int32, and some numbers above the largest row mean that there is no row.
 MOST_ROWS = 2**31 - 2**20
+# Parts of a table's rows, so that 1, 2, 4, ... 64 devices store equal arrays.
+PARTS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +122,8 @@ def checked_tables(tables: Any, optimizer: RowwiseOptimizer | None) -> dict[str,
         for feature in table.features_of(name):
             if feature in users:
                 raise ValueError(
-                    f"{OWNER}: feature {feature!r} looks up table {users[feature]!r} and "
-                    f"{name!r}: it can look up one (let `inputs` return it under two names)."
+                    f"{OWNER}: feature {feature!r} must look up one table, got "
+                    f"{users[feature]!r} and {name!r}."
                 )
             users[feature] = name
     return checked
@@ -156,8 +158,7 @@ def _is_floating(dtype: Any) -> bool:
     return jnp.issubdtype(parsed, jnp.floating) and jax.dtypes.canonicalize_dtype(parsed) == parsed
 
 
-PARTS = 64
-"""The number of parts of a table's rows, so that 1, 2, 4, ... 64 devices store equal arrays."""
+# The placement of rows.
 
 
 def part_of_residue(parts: int) -> np.ndarray:
@@ -297,13 +298,12 @@ def layout_of(tables: Tables, num_shards: int, axis_name: str | None = None) -> 
             own = {name: TablePlacement(store, first.num_rows, owners, parts, rows // owners, 0, 0)}
         if first.shard == "column" and first.dim % num_shards:
             raise ValueError(
-                f'{OWNER}: table {store!r}: with shard="column" the number of devices '
-                f"({num_shards}) must divide `dim`, got {first.dim}."
+                f'{OWNER}: table {store!r}: with shard="column" devices ({num_shards}) must divide '
+                f"`dim`, got {first.dim}."
             )
         if rows > MOST_ROWS:
             raise ValueError(
-                f"{OWNER}: array {store!r} has {rows} rows with padding, and can have at most "
-                f"{MOST_ROWS}."
+                f"{OWNER}: array {store!r} must have at most {MOST_ROWS} rows, got {rows}."
             )
         grid = (1, num_shards) if first.shard == "column" else (num_shards, 1)
         dtype = jnp.dtype(first.dtype)
@@ -378,6 +378,9 @@ def unshard_explicit(arrays: Mapping[str, Any]) -> dict[str, Any]:
     return {name: whole(x) for name, x in arrays.items()}
 
 
+# Initial values.
+
+
 def _init_rows(table: Table, key: Any, parts: int, residue: jax.Array) -> jax.Array:
     """Return rows `residue`, `residue + parts`, ... of a table, padded with zeros."""
     per_part = -(-table.num_rows // parts)
@@ -389,10 +392,8 @@ def _init_rows(table: Table, key: Any, parts: int, residue: jax.Array) -> jax.Ar
     else:
         values = table.init(rows_key, shape, table.dtype)
         if jnp.shape(values) != shape:
-            raise ValueError(
-                f"{OWNER}: `init` of a table of {table.num_rows} rows must return an array of the "
-                f"shape that it receives, here {shape}, got {jnp.shape(values)}."
-            )
+            got = jnp.shape(values)
+            raise ValueError(f"{OWNER}: `init` must return an array of {shape}, got {got}.")
     numbers = residue + parts * jnp.arange(per_part, dtype=jnp.int32)
     return jnp.where((numbers < table.num_rows)[:, None], values, 0).astype(table.dtype)
 

@@ -27,11 +27,9 @@ from ._leaves import is_number, map_in_float32
 from .sparse import RowGradient, WithRows, arrays_of, coalesce, is_row_gradient
 from .tied import TiedGroup, checked_groups, tied_members
 
+_OWNER = "clip_by_global_norm"
 _EPSILON = 1e-6  # torch's
-_IN_THE_NORM = (
-    "Axes over which the compiler shards are not mapped: leave them out, since what is sharded "
-    "there is in the norm already."
-)
+_IN_THE_NORM = "Leave out axes over which the compiler shards: the norm covers them."
 
 
 @transient_state
@@ -91,13 +89,13 @@ def clip_by_global_norm(
     Source: torch 2.13, `torch.nn.utils.clip_grad_norm_`; ColossalAI, `clip_grad_norm_fp32`.
     """
     if not isinstance(max_norm, jax.Array) and not max_norm > 0:
-        raise ValueError(f"{OWNER}: `max_norm` must be a number > 0, got {max_norm!r}.")
+        raise ValueError(f"{_OWNER}: `max_norm` must be a number > 0, got {max_norm!r}.")
     if not norm >= 1:
-        raise ValueError(f"{OWNER}: `norm` must be a number >= 1 or infinity, got {norm!r}.")
+        raise ValueError(f"{_OWNER}: `norm` must be a number >= 1 or infinity, got {norm!r}.")
     if model_axes != ():
-        check_axis_argument(OWNER, "model_axes", model_axes)
+        check_axis_argument(_OWNER, "model_axes", model_axes)
     axes = axis_names(model_axes)
-    groups = checked_groups(OWNER, "tied", tied) if tied != () else []
+    groups = checked_groups(_OWNER, "tied", tied) if tied != () else []
     ownership = OwnershipRule(axes, param_specs, groups, tied_axis_name)
 
     def init_fn(params: PyTree) -> ClipByGlobalNormState:
@@ -111,7 +109,7 @@ def clip_by_global_norm(
         **extra: Any,
     ) -> tuple[PyTree, PyTree]:
         del params, extra
-        require_axes(OWNER, "model_axes", axes, _IN_THE_NORM)
+        require_axes(_OWNER, "model_axes", axes, _IN_THE_NORM)
         masks, rule = _element_masks(counted, updates), ownership
         if isinstance(updates, WithRows):
             rule = replace(ownership, axes=tuple(dict.fromkeys((*axes, *updates.table_axes))))
@@ -122,9 +120,109 @@ def clip_by_global_norm(
         factor = jnp.where(jnp.isfinite(total), jnp.minimum(ratio, one), jnp.nan * one)
         numbers = cast(total, state.norm.dtype), cast(factor, state.clip_factor.dtype)
         new = ClipByGlobalNormState(*numbers)
-        return scale_leaves(updates, new.clip_factor), new
+        scale = cached_cast(new.clip_factor)
+        clipped = map_in_float32(lambda x: x * scale(jnp.finfo(x.dtype).dtype), updates)
+        return clipped, new
 
     return GradientTransform(init_fn, update_fn, Reduction(clips=True, of_rows=True))
+
+
+@dataclass(frozen=True)
+class OwnershipRule:
+    """The rule by which each parameter of a model counts once, though devices share it.
+
+    Attributes:
+      axes: mapped axes between whose devices the model is shared.
+      param_specs: which leaves are sharded over which of them; None: read off the types.
+      tied: groups of copies, by stage.
+      tied_axis: axis of the stages.
+    """
+
+    axes: tuple[str, ...]
+    param_specs: PyTree | None
+    tied: Sequence[TiedGroup]
+    tied_axis: str
+
+    def __post_init__(self) -> None:
+        if self.param_specs is not None:
+            check_are_specs(_OWNER, self.param_specs)
+            if not self.axes:
+                raise ValueError(f"{_OWNER}: `param_specs` need `model_axes`, got none.")
+        if self.tied and self.tied_axis not in self.axes:
+            raise ValueError(
+                f"{_OWNER}: `tied_axis_name` must be one of `model_axes`={self.axes}, got "
+                f"{self.tied_axis!r}."
+            )
+
+    def leaf_masks(self, tree: PyTree) -> list[jax.Array | None]:
+        """Return for each leaf whether this device counts it, () bool; None where all do.
+
+        Raises:
+          ValueError: neither specs nor types say which leaves are sharded; specs or groups that
+            do not fit.
+        """
+        first = {axis: lax.axis_index(axis) == 0 for axis in self.axes if axis_size(axis) > 1}
+        # Maps a leaf's position to the stages whose copy of it an earlier stage counts.
+        later: dict[int, tuple[int, ...]] = {}
+        if self.tied:
+            dense = arrays_of(tree.dense if isinstance(tree, WithRows) else tree)
+            size = axis_size(self.tied_axis)
+            for group in tied_members(_OWNER, "tied", self.tied, dense, size):
+                for stage, position in list(group.items())[1:]:
+                    later[position] = (*later.get(position, ()), stage)
+
+        @functools.cache
+        def mask(equal_over: tuple[str, ...], stages: tuple[int, ...]) -> jax.Array | None:
+            conditions = [first[axis] for axis in equal_over]
+            if stages and self.tied_axis not in equal_over:
+                this_stage = lax.axis_index(self.tied_axis)
+                conditions.append(~jnp.isin(this_stage, jnp.asarray(stages)))
+            return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+        leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
+        equal = [
+            tuple(a for a in first if a not in axes) for axes in self._shard_axes(tree, leaves)
+        ]
+        return [mask(axes, later.get(i, ())) for i, axes in enumerate(equal)]
+
+    def _shard_axes(self, tree: PyTree, leaves: list[Any]) -> list[frozenset[str]]:
+        """Return for each leaf the axes over which its shards or its stages' parameters differ."""
+        axes = frozenset(a for a in self.axes if axis_size(a) > 1)
+        tracked = frozenset(filter(checks_varying, axes))
+        arrays = [leaf.values if is_row_gradient(leaf) else leaf for leaf in leaves]
+        typed = [varying_axes(x) & tracked for x in arrays]
+        if self.param_specs is None:
+            tables = frozenset[str]()
+            if isinstance(tree, WithRows):  # the other leaves are whole on these devices
+                tables = axes.intersection(tree.table_axes)
+                typed[len(typed) - len(tree.rows) :] = [tables] * len(tree.rows)
+            if unknown := sorted(axes - tracked - tables):
+                raise ValueError(
+                    f"{_OWNER}: pass `param_specs`, one PartitionSpec per leaf: no types say which "
+                    f"leaves are sharded over {unknown}."
+                )
+            return typed
+        named = [
+            axes.intersection(name for entry in spec for name in axis_names(entry or ()))
+            for spec in self._specs(tree)
+        ]
+        wrong = [
+            f"{name} (over {sorted((spec & tracked) - types)})"
+            for name, spec, types in zip(leaf_names(arrays_of(tree)), named, typed, strict=True)
+            if (spec & tracked) - types
+        ]
+        if wrong:
+            raise ValueError(
+                f"{_OWNER}: `param_specs` shard leaves that are typed as equal over these axes: "
+                f"{', '.join(wrong)}."
+            )
+        return named
+
+    def _specs(self, tree: PyTree) -> list[P]:
+        if isinstance(tree, WithRows):
+            table_spec = P(tree.table_axes)
+            return [*self._specs(tree.dense), *[table_spec] * len(tree.rows)]
+        return list(leaf_specs(self.param_specs, arrays_of(tree)))
 
 
 def _element_masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
@@ -147,8 +245,8 @@ def _element_masks(counted: PyTree | None, tree: PyTree) -> list[Any]:
     for mask, leaf in zip(masks, leaves, strict=True):
         if mask is not None and jnp.broadcast_shapes(np.shape(mask), leaf.shape) != leaf.shape:
             raise ValueError(
-                f"{OWNER}: `counted` must have masks that broadcast to the leaves, got one of "
-                f"shape {np.shape(mask)} for a leaf of {leaf.shape}."
+                f"{_OWNER}: masks of `counted` must broadcast to the leaves, got one of "
+                f"{np.shape(mask)} for a leaf of {leaf.shape}."
             )
     return masks
 
@@ -198,12 +296,6 @@ def global_norm(
     return jnp.sqrt(total) if norm == 2 else total ** jnp.asarray(1 / norm, wide)
 
 
-def scale_leaves(tree: PyTree, scale: jax.Array) -> PyTree:
-    """Return gradients times a number, computed in at least float32, in their own dtypes."""
-    factor = cached_cast(scale)
-    return map_in_float32(lambda x: x * factor(jnp.finfo(x.dtype).dtype), tree)
-
-
 def _leaf_term(leaf: Any, norm: float, mask: Any) -> jax.Array:
     """Return the sum of powers of the numbers in a leaf, or the largest of them, ()."""
     # A row may occur several times in a gradient of rows, and counts by its sum.
@@ -224,108 +316,3 @@ def widest(leaves: Sequence[Any]) -> np.dtype:
     dtypes = [x.dtype if hasattr(x, "dtype") else jnp.result_type(x) for x in leaves]
     sizes = [jnp.finfo(kind).bits for kind in dtypes if jnp.issubdtype(kind, jnp.inexact)]
     return np.dtype(np.float64 if max(sizes, default=32) > 32 else np.float32)
-
-
-OWNER = "clip_by_global_norm"
-
-
-@dataclass(frozen=True)
-class OwnershipRule:
-    """The rule by which each parameter of a model counts once, though devices share it.
-
-    Attributes:
-      axes: mapped axes between whose devices the model is shared.
-      param_specs: which leaves are sharded over which of them; None: read off the types.
-      tied: groups of copies, by stage.
-      tied_axis: axis of the stages.
-    """
-
-    axes: tuple[str, ...]
-    param_specs: PyTree | None
-    tied: Sequence[TiedGroup]
-    tied_axis: str
-
-    def __post_init__(self) -> None:
-        if self.param_specs is not None:
-            check_are_specs(OWNER, self.param_specs)
-            if not self.axes:
-                raise ValueError(
-                    f"{OWNER}: `param_specs` say what is sharded over `model_axes`, and none are "
-                    "given: what the compiler shards is in the norm already."
-                )
-        if self.tied and self.tied_axis not in self.axes:
-            raise ValueError(
-                f"{OWNER}: `tied_axis_name`, the axis of the stages in `tied`, must be one of "
-                f"`model_axes`={self.axes}, got {self.tied_axis!r}."
-            )
-
-    def leaf_masks(self, tree: PyTree) -> list[jax.Array | None]:
-        """Return for each leaf whether this device counts it, () bool; None where all do.
-
-        Raises:
-          ValueError: neither specs nor types say which leaves are sharded; specs or groups that
-            do not fit.
-        """
-        first = {axis: lax.axis_index(axis) == 0 for axis in self.axes if axis_size(axis) > 1}
-        # Maps a leaf's position to the stages whose copy of it an earlier stage counts.
-        later: dict[int, tuple[int, ...]] = {}
-        if self.tied:
-            dense = arrays_of(tree.dense if isinstance(tree, WithRows) else tree)
-            size = axis_size(self.tied_axis)
-            for group in tied_members(OWNER, "tied", self.tied, dense, size):
-                for stage, position in list(group.items())[1:]:
-                    later[position] = (*later.get(position, ()), stage)
-
-        @functools.cache
-        def mask(equal_over: tuple[str, ...], stages: tuple[int, ...]) -> jax.Array | None:
-            conditions = [first[axis] for axis in equal_over]
-            if stages and self.tied_axis not in equal_over:
-                this_stage = lax.axis_index(self.tied_axis)
-                conditions.append(~jnp.isin(this_stage, jnp.asarray(stages)))
-            return functools.reduce(jnp.logical_and, conditions) if conditions else None
-
-        leaves = jax.tree.leaves(tree, is_leaf=is_row_gradient)
-        equal = [
-            tuple(a for a in first if a not in axes) for axes in self._shard_axes(tree, leaves)
-        ]
-        return [mask(axes, later.get(i, ())) for i, axes in enumerate(equal)]
-
-    def _shard_axes(self, tree: PyTree, leaves: list[Any]) -> list[frozenset[str]]:
-        """Return for each leaf the axes over which its shards or its stages' parameters differ."""
-        axes = frozenset(a for a in self.axes if axis_size(a) > 1)
-        tracked = frozenset(filter(checks_varying, axes))
-        arrays = [leaf.values if is_row_gradient(leaf) else leaf for leaf in leaves]
-        typed = [varying_axes(x) & tracked for x in arrays]
-        if self.param_specs is None:
-            tables = frozenset[str]()
-            if isinstance(tree, WithRows):  # the other leaves are whole on these devices
-                tables = axes.intersection(tree.table_axes)
-                typed[len(typed) - len(tree.rows) :] = [tables] * len(tree.rows)
-            if unknown := sorted(axes - tracked - tables):
-                raise ValueError(
-                    f"{OWNER}: nothing tells which leaves are sharded over {unknown}: types do "
-                    "under shard_map(check_vma=True) alone. Pass `param_specs`, one PartitionSpec "
-                    "per leaf (P() for leaves that all devices have whole)."
-                )
-            return typed
-        named = [
-            axes.intersection(name for entry in spec for name in axis_names(entry or ()))
-            for spec in self._specs(tree)
-        ]
-        wrong = [
-            f"{name} (over {sorted((spec & tracked) - types)})"
-            for name, spec, types in zip(leaf_names(arrays_of(tree)), named, typed, strict=True)
-            if (spec & tracked) - types
-        ]
-        if wrong:
-            raise ValueError(
-                f"{OWNER}: `param_specs` shard leaves that are typed as equal over these axes: "
-                f"{', '.join(wrong)}."
-            )
-        return named
-
-    def _specs(self, tree: PyTree) -> list[P]:
-        if isinstance(tree, WithRows):
-            table_spec = P(tree.table_axes)
-            return [*self._specs(tree.dense), *[table_spec] * len(tree.rows)]
-        return list(leaf_specs(self.param_specs, arrays_of(tree)))

@@ -131,6 +131,6 @@ def check_hook(owner: str, hook: object) -> None:
     if not isinstance(hook, CommHook):
         kind = getattr(hook, "__name__", type(hook).__name__)
         raise ValueError(
-            f"{owner}: `hook` must be a js.hooks.CommHook, such as js.hooks.bf16_compress() or "
-            f"js.hooks.stateless(function), got {kind}."
+            f"{owner}: `hook` must be a js.hooks.CommHook, such as js.hooks.stateless(function), "
+            f"got {kind}."
         )

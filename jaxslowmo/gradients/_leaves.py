@@ -26,10 +26,8 @@ def check_varying(owner: str, grads: PyTree, axis_name: AxisName) -> None:
     ]
     if wrong:
         raise ValueError(
-            f"{owner}: these gradients do not vary over the axis they should be reduced over, so "
-            f"jax has summed them already: {', '.join(wrong)}. Make the parameters varying before "
-            'differentiating: `jax.lax.pcast(params, axis_name, to="varying")`. '
-            "(js.make_train_step needs no such mark.)"
+            f"{owner}: jax has summed these gradients already: {', '.join(wrong)}. Differentiate "
+            'with respect to `jax.lax.pcast(params, axis_name, to="varying")`.'
         )
 
 

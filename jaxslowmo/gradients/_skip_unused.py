@@ -81,8 +81,8 @@ def skip_unused(
     check_axis_argument(_OWNER, "axis_name", axis_name)
     if isinstance(inner, ParameterTransform):
         raise ValueError(
-            f"{_OWNER}: `inner` must be an optimizer; put the parameter transform after it: "
-            "js.chain(js.gradients.skip_unused(optimizer, axis_name), transform)."
+            f"{_OWNER}: `inner` must be an optimizer, got a js.ParameterTransform, which comes "
+            "after it in a js.chain."
         )
     inner = checked_optax(_OWNER, "inner", inner)
 
@@ -148,10 +148,7 @@ def unused_names(state: PyTree, params: PyTree, *, ever: bool = False) -> list[s
     """
     states = parts_of(state, SkipUnusedState)
     if len(states) != 1:
-        raise ValueError(
-            "`state` must hold one SkipUnusedState, of js.gradients.skip_unused, got "
-            f"{len(states)}."
-        )
+        raise ValueError(f"`state` must hold one SkipUnusedState, got {len(states)}.")
     used_by, times_used = (_first_replica(x) for x in states[0][:2])
     counts = times_used - (used_by < 0) if ever else used_by
     return [name for name, count in zip(leaf_names(params), counts, strict=True) if count == 0]

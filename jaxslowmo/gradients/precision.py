@@ -1,7 +1,4 @@
-"""Loss functions in low precision: the dtypes of a policy, and the scale of gradients.
-
-A loss scale that follows overflows; it wraps an optimizer and skips overflowed updates.
-"""
+"""Low precision: a policy of dtypes, and a loss scale whose optimizer skips overflowed updates."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -34,6 +31,7 @@ from ..transform import (
 from ..tree import all_finite, at_least_float32, cast, parts_of, zero_unless
 from ._leaves import is_number, unscale
 
+_OWNER = "dynamic_loss_scale"
 COMPUTE_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -62,8 +60,8 @@ class Policy:
 
     def __post_init__(self) -> None:
         """Raise `ValueError` for another dtype."""
-        given = self.compute
-        name = given if isinstance(given, str) else jnp.dtype(given).name
+        compute = self.compute
+        name = compute if isinstance(compute, str) else jnp.dtype(compute).name
         if name not in COMPUTE_DTYPES:
             raise ValueError(
                 f"Policy: `compute` must be one of {COMPUTE_DTYPES}, got {self.compute!r}."
@@ -89,8 +87,8 @@ class Policy:
         for name in self.keep:
             if not any(_matches(path, name) for path in paths):
                 raise ValueError(
-                    f"Policy: `keep` must name leaves of the parameters or the batch, or subtrees "
-                    f"of them, got {name!r}; leaves are {', '.join(map(_name, paths))}."
+                    "Policy: `keep` must name leaves of parameters or batch, or subtrees, got "
+                    f"{name!r}; leaves are {', '.join(map(_name, paths))}."
                 )
 
 
@@ -138,6 +136,9 @@ def _cast_like(x: Any, old: Any) -> Any:
     return cast(jnp.asarray(x), jnp.result_type(old)) if _is_real(x) else x
 
 
+# The scale in the state of an optimizer.
+
+
 class DynamicLossScaleState(NamedTuple):
     """State of `dynamic_loss_scale`."""
 
@@ -158,9 +159,8 @@ def scale_state(opt_state: PyTree) -> DynamicLossScaleState | None:
     parts = parts_of(opt_state, DynamicLossScaleState)
     if len(parts) > 1:
         raise ValueError(
-            "dynamic_loss_scale: an optimizer must hold one loss scale, by which the loss is "
-            f"multiplied, found {len(parts)}. Put one js.dynamic_loss_scale around the whole, such "
-            "as the optax.partition of optimizers."
+            f"{_OWNER}: an optimizer must hold one loss scale, around the whole, such as "
+            f"an optax.partition of optimizers, got {len(parts)}."
         )
     return parts[0] if parts else None
 
@@ -198,11 +198,11 @@ def did_skip(before: PyTree, after: PyTree) -> jax.Array | None:
 def check_nesting(opt_state: PyTree) -> None:
     """Raise `ValueError` for a loss scale inside of a wrapper that defeats it, or for several."""
     scale_state(opt_state)
-    for x, known in known_states(opt_state):
-        if known.around_scale and parts_of(tuple(x), DynamicLossScaleState):
+    for x, wrapper in known_states(opt_state):
+        if wrapper.around_scale and parts_of(tuple(x), DynamicLossScaleState):
             raise ValueError(
-                f"dynamic_loss_scale: is inside of {known.name}, {known.around_scale}: put it "
-                "inside of js.dynamic_loss_scale instead, or leave it out."
+                f"{_OWNER}: must not be in {wrapper.name}, {wrapper.around_scale}: put that "
+                "inside of it."
             )
 
 
@@ -230,7 +230,7 @@ def loss_scale_of(opt_state: PyTree) -> jax.Array | None:
     return None if state is None else state.loss_scale
 
 
-Update = Callable[..., tuple[PyTree, PyTree]]
+# Overflows.
 
 
 def any_over(flag: jax.Array, axes: Iterable[str], weight: jax.Array | None) -> jax.Array:
@@ -268,6 +268,9 @@ def revert_if(overflow: jax.Array, new: PyTree, old: PyTree) -> PyTree:
         return jnp.where(overflow, cast(jnp.asarray(o), jnp.asarray(n).dtype), n)
 
     return jax.tree.map(one, new, old)
+
+
+Update = Callable[..., tuple[PyTree, PyTree]]
 
 
 def guard_overflow(update: Update, axes: Iterable[str], weight: jax.Array | None) -> Update:
@@ -327,7 +330,7 @@ def scaled_value_and_grad(
     return differentiate
 
 
-_OWNER = "dynamic_loss_scale"
+# The wrapper.
 
 
 @dataclass(frozen=True)
@@ -396,10 +399,7 @@ class ScaleRule:
         )
 
 
-_AS_A_WHOLE = (
-    "Axes over which the compiler shards are not mapped: leave them out, since gradients are "
-    "checked as a whole there."
-)
+_AS_A_WHOLE = "Leave out axes over which the compiler shards."
 
 
 @records_settings
@@ -462,17 +462,14 @@ def dynamic_loss_scale(
     def init_fn(params: PyTree) -> DynamicLossScaleState:
         if parts_of(params, optax.MaskedNode):
             raise ValueError(
-                f"{_OWNER}: must go around optax.masked and optax.partition, got parameters of "
-                "which these hide some: the gradients of those would stay scaled."
+                f"{_OWNER}: must go around optax.masked and optax.partition, got parameters that "
+                "these hide, whose gradients would stay scaled."
             )
         inner_state = inner.init(params)
         if holds_state(inner_state, "parameters"):
             raise ValueError(_moves_parameters("a chain that holds a parameter transform"))
         if scale_state(inner_state) is not None:
-            raise ValueError(
-                f"{_OWNER}: `optimizer` must not hold another js.dynamic_loss_scale, got one: "
-                "gradients would be divided twice."
-            )
+            raise ValueError(f"{_OWNER}: `optimizer` must not hold another js.dynamic_loss_scale.")
         return rule.init_state(inner_state)
 
     def update_fn(
@@ -519,7 +516,6 @@ def dynamic_loss_scale(
 
 def _moves_parameters(kind: str) -> str:
     return (
-        f"{_OWNER}: `optimizer` must leave parameters to other transforms, got {kind}. In a "
-        "skipped update its counter would not advance, and replicas would be out of phase: pass it "
-        "as `sync`, or in js.chain(js.dynamic_loss_scale(...), js.local_sgd(...))."
+        f"{_OWNER}: `optimizer` must not hold {kind}: pass it as `sync`, or as in "
+        "js.chain(js.dynamic_loss_scale(...), js.local_sgd(...))."
     )

@@ -1,6 +1,7 @@
 """Sums over stages of the gradients of parameters of which several stages hold a copy."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -17,7 +18,7 @@ from .._support.types import PyTree
 from ..collectives import permute
 from ..mesh import axis_size, require_axes
 from ..transform import GradientTransform, Reduction
-from ..tree import leaf_names, plan_buffers
+from ..tree import leaf_names, plan_buffers, type_text
 from ._leaves import check_varying
 
 TiedGroup = Mapping[int, str]
@@ -39,15 +40,15 @@ def checked_groups(owner: str, argument: str, groups: Iterable[TiedGroup]) -> li
         is_mapping = isinstance(group, Mapping) and all(map(_is_entry, group.items()))
         if not is_mapping or len(group) < 2:
             raise ValueError(
-                f"{owner}: each group of `{argument}` must map two stages or more, ints >= 0, to "
-                f'names of leaves, such as {{0: "embed/table", 3: "head/table"}}, got {group!r}.'
+                f"{owner}: groups of `{argument}` must map two stages or more to names of leaves, "
+                f'such as {{0: "embed/table", 3: "head/table"}}, got {group!r}.'
             )
         for member in group.items():
             if member in seen:
                 stage, name = member
                 raise ValueError(
                     f"{owner}: groups of `{argument}` must not overlap, got {name!r} on stage "
-                    f"{stage} in group {seen[member]} and in group {number}: make one of them."
+                    f"{stage} in groups {seen[member]} and {number}."
                 )
             seen[member] = number
         checked.append({int(stage): group[stage] for stage in sorted(group)})
@@ -68,18 +69,17 @@ def tied_members(
     for group in groups:
         if late := [stage for stage in group if stage >= num_stages]:
             raise ValueError(
-                f"{owner}: `{argument}` names stages {late} in {dict(group)}, of {num_stages} "
-                "stages counted from 0."
+                f"{owner}: `{argument}` must name stages below {num_stages}, got {late}."
             )
         if unknown := sorted(set(group.values()) - set(position)):
             raise ValueError(
-                f"{owner}: `{argument}` names leaves {unknown} that are not among {list(position)}."
+                f"{owner}: `{argument}` must name leaves of {list(position)}, got {unknown}."
             )
-        kinds = {name: _kind(leaves[position[name]]) for name in group.values()}
+        kinds = {name: type_text(leaves[position[name]]) for name in group.values()}
         if len(set(kinds.values())) > 1:
             raise ValueError(
-                f"{owner}: copies of one parameter must have equal shapes and dtypes, got "
-                f"{', '.join(f'{name} {kind}' for name, kind in kinds.items())} in `{argument}`."
+                f"{owner}: copies in `{argument}` must have equal shapes and dtypes, got "
+                f"{', '.join(f'{name} {kind}' for name, kind in kinds.items())}."
             )
         members.append({stage: position[name] for stage, name in group.items()})
     return members
@@ -88,10 +88,6 @@ def tied_members(
 def _is_entry(item: tuple[Any, Any]) -> bool:
     stage, name = item
     return as_int(stage, 0) is not None and isinstance(name, str)
-
-
-def _kind(leaf: Any) -> str:
-    return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
 
 def sum_over_holders(
@@ -116,25 +112,27 @@ def sum_over_holders(
       `shard_map` that leaves axes to the compiler each array is sent by itself, as it is sharded
       over these: a buffer would be gathered.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
+    has_automatic = any(kind != AxisType.Manual and size > 1 for kind, size in axes)
+    is_alone = has_automatic and bool(mesh.manual_axes)  # a buffer would be gathered
     groups: dict[Any, list[int]] = {}
     for i, (x, positions) in enumerate(zip(leaves, holders, strict=True)):
-        groups.setdefault((tuple(positions), x.dtype, *_buffer_key(i)), []).append(i)
+        groups.setdefault((tuple(positions), x.dtype, is_alone and i), []).append(i)
     sums = list(leaves)
     with jax.named_scope(TIED):
         for (positions, *_), members in groups.items():
             is_holder = is_one_of(positions, axis_name)
-            total = _sum_on_holders([leaves[i] for i in members], positions, axis_name)
-            for i, x in zip(members, total, strict=True):
+            copies = [leaves[i] for i in members]
+            total = partial(_sum_copies, positions, axis_name)
+            if len(members) == 1:
+                totals = [total(copies[0])]
+            else:
+                plan = plan_buffers(copies)
+                totals = plan.unpack([total(flat) for flat in plan.pack(copies)])
+            for i, x in zip(members, totals, strict=True):
                 sums[i] = jnp.where(is_holder, x, leaves[i])
     return sums
-
-
-def _buffer_key(i: int) -> tuple[int, ...]:
-    """Return a part of the key of array `i` that keeps it out of a buffer with others, or ()."""
-    mesh = jax.sharding.get_abstract_mesh()
-    sizes = zip(mesh.axis_types, mesh.axis_sizes, strict=True)
-    is_left = any(kind != AxisType.Manual and size > 1 for kind, size in sizes)
-    return (i,) if is_left and mesh.manual_axes else ()
 
 
 def is_one_of(positions: Sequence[int], axis_name: str) -> jax.Array:
@@ -144,29 +142,14 @@ def is_one_of(positions: Sequence[int], axis_name: str) -> jax.Array:
     return jnp.asarray(mask)[lax.axis_index(axis_name)]
 
 
-def _sum_on_holders(
-    leaves: list[jax.Array], holders: tuple[int, ...], axis_name: str
-) -> list[jax.Array]:
-    """Return the sums, valid on holders only."""
-    sum_copies = _sum_fn(holders, axis_name)
-    if len(leaves) == 1:
-        return [sum_copies(leaves[0])]
-    plan = plan_buffers(leaves)
-    return plan.unpack([sum_copies(flat) for flat in plan.pack(leaves)])
-
-
-def _sum_fn(holders: tuple[int, ...], axis_name: str) -> Callable[[jax.Array], jax.Array]:
+def _sum_copies(holders: tuple[int, ...], axis_name: str, x: jax.Array) -> jax.Array:
+    """Return the sum over the holders, valid on these only."""
     if len(holders) == axis_size(axis_name):
-        return lambda x: lax.psum(x, axis_name)
+        return lax.psum(x, axis_name)
     if len(holders) == 2:
-        one, other = holders
-        pair = [(one, other), (other, one)]
         # Floating-point addition commutes: both holders get the same bits.
-        return lambda x: x + permute(x, axis_name, pair)
-    return lambda x: _chain_all_reduce(x, holders, axis_name)
-
-
-def _chain_all_reduce(x: jax.Array, holders: tuple[int, ...], axis_name: str) -> jax.Array:
+        one, other = holders
+        return x + permute(x, axis_name, [(one, other), (other, one)])
     for link in pairwise(holders):
         x = x + permute(x, axis_name, [link])
     position = lax.axis_index(axis_name)

@@ -1,7 +1,4 @@
-"""Dispatch a schedule's operations in its order, and pass arrays between them.
-
-`HostPipeline`, a pipeline whose operations are separate programs that the host dispatches.
-"""
+"""A pipeline whose operations are separate programs, which the host dispatches in order."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -27,8 +24,9 @@ from ._stage_programs import (
     StagePrograms,
     StepPrograms,
 )
+from ._tick_table import forward_ticks
 from .model import Loss, LossTerms
-from .schedules import Operation, Schedule
+from .schedules import Operation, Schedule, Tick
 
 # The number of ticks that may be dispatched and unfinished. The host must be ahead of the devices,
 # so that they do not wait for it; but each tick ahead holds arrays beyond what the schedule needs.
@@ -68,23 +66,14 @@ class Pass:
     _dy: _ByStage = field(default_factory=dict)
     _kept: _ByStage = field(default_factory=dict)
 
-    def run(self) -> None:
-        """Dispatch all operations; return when the last ones are dispatched, not finished."""
+    def run(self, ticks: Sequence[Tick]) -> None:
+        """Dispatch the operations of all ticks; return before the last ones are finished."""
         in_flight: deque[list[jax.Array]] = deque()
-        for tick in self.schedule.ticks():
+        for tick in ticks:
             if len(in_flight) == _TICKS_AHEAD:
                 jax.block_until_ready(in_flight.popleft())
             outputs = [self._dispatch(operation) for cell in tick for operation in cell]
             in_flight.append([x for x in outputs if x is not None])
-
-    def evaluate(self) -> None:
-        """Dispatch only the forward passes."""
-        for m in range(self.schedule.num_microbatches):
-            if m >= _TICKS_AHEAD:
-                jax.block_until_ready(self.results[m - _TICKS_AHEAD])
-            for k in range(len(self.programs)):
-                self._forward(k, m)
-                self._stash.pop((k, m))
 
     def _dispatch(self, operation: Operation) -> jax.Array | None:
         """Dispatch one operation; return one of its outputs, to wait for."""
@@ -189,10 +178,8 @@ class HostPipeline(Pipelined):
             arguments = stacked, states, batch, rng
             if any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
                 raise ValueError(
-                    '`executor`="host" dispatches programs of its own, so the loss function of '
-                    "this pipeline cannot be called inside of jax.jit, jax.vmap and the like: "
-                    "call it outside, give it to js.make_train_step, or make the pipeline with "
-                    '`executor`="one_program".'
+                    '`executor`="host" dispatches programs, so this pipeline cannot be called '
+                    'inside of jax.jit, jax.vmap and the like: use `executor`="one_program".'
                 )
             keys = None if rng is None else rng[None]
             batch_axes = BatchAxes((), (), self.data_axes)
@@ -206,8 +193,8 @@ class HostPipeline(Pipelined):
         """Raise `ValueError` unless `mesh` is the mesh of this pipeline."""
         if mesh != self.mesh:
             raise ValueError(
-                "`mesh` must be the mesh of the pipeline that js.make_train_step was given as "
-                f"`loss_fn`, {dict(self.mesh.shape)}, got {dict(mesh.shape)} or other devices."
+                f"`mesh` must be that of the pipeline in `loss_fn`, {dict(self.mesh.shape)}, got "
+                f"{dict(mesh.shape)} or other devices."
             )
 
     def dispatch(
@@ -302,7 +289,8 @@ class Execution:
     def __init__(self, setting: HostSetting, stages: StageMeshes) -> None:
         self._setting, self._stages = setting, stages
         plan = setting.plan
-        self._schedule = plan.schedule
+        self._schedule = schedule = plan.schedule
+        self._ticks = schedule.ticks() if setting.differentiates else forward_ticks(schedule)
         self._programs = [
             StagePrograms(setting, k, stages.meshes[stage])
             for k, stage in enumerate(self._schedule.placement)
@@ -327,7 +315,7 @@ class Execution:
             results = self._finish_pass(self._dispatch_pass(data, results.states, part))
             total = _add(total, _weighted_sums(results))
         # Average over the parts, like a step with `accumulate`; model state is that of the last.
-        return _mean(total, _without_states(results))._replace(states=results.states)
+        return _mean(total, results._replace(states={}))._replace(states=results.states)
 
     def types(self, buffers: Any, batch: PyTree, keys: Any, states: dict[str, Any]) -> Results:
         """Return the types of the result of `run`, from its arguments or their types."""
@@ -342,12 +330,15 @@ class Execution:
         terms: Any = x
         zeros = jax.eval_shape(self._step.zeros[0]) if self._setting.differentiates else {}
         totals = Totals(jax.eval_shape(_sum_terms, [terms]), zeros, after)
-        totals = jax.tree.map(self._all_stages_type, totals)
+        count = self._schedule.num_stages
+        totals = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype), totals
+        )
         loss, new_states, grads = jax.eval_shape(self._step.reduction(terms), totals)
         results = Results(loss, new_states, grads if self._setting.differentiates else None)
         if self._setting.parts > 1:
-            last, terms = _without_states(results), jax.eval_shape(_weighted_sums, results)
-            mean = jax.eval_shape(_mean, terms, last)
+            terms = jax.eval_shape(_weighted_sums, results)
+            mean = jax.eval_shape(_mean, terms, results._replace(states={}))
             results = mean._replace(states=results.states)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
@@ -366,10 +357,6 @@ class Execution:
         grads = results.grads and {n: every[n] for n in results.grads}
         loss = shardings_for(results.loss, setting.loss.spec)
         return Results(loss, shardings_for(results.states, setting.lead.spec), grads)
-
-    def _all_stages_type(self, x: Any) -> jax.ShapeDtypeStruct:
-        count = self._schedule.num_stages
-        return jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype)
 
     def _stage_inputs(self, buffers: Any, batch: PyTree, keys: Any) -> list[StageInputs]:
         """Return the arguments that all operations of each stage of the model share."""
@@ -410,10 +397,7 @@ class Execution:
             totals,
             [program(view) if view else view for program, view in programs],
         )
-        if setting.differentiates:
-            one_pass.run()
-        else:
-            one_pass.evaluate()
+        one_pass.run(self._ticks)
         return one_pass
 
     def _finish_pass(self, one_pass: Pass) -> Results:
@@ -473,17 +457,12 @@ def _sum_terms(every: list[LossTerms]) -> LossTerms:
     return jax.tree.map(total, *every)
 
 
-def _without_states(results: Results) -> Results:
-    return results._replace(states={})
-
-
 @jax.jit
 def _weighted_sums(results: Results) -> tuple[WeightedSum, WeightedSum]:
     """Return what a part adds to sums: loss and gradients with the loss' weight, and metrics."""
     loss = results.loss
-    return WeightedSum.from_value((loss.value, results.grads), loss.weight), WeightedSum.from_value(
-        loss.metrics
-    )
+    of_loss = WeightedSum.from_value((loss.value, results.grads), loss.weight)
+    return of_loss, WeightedSum.from_value(loss.metrics)
 
 
 @jax.jit

@@ -135,13 +135,13 @@ def _stage_blocks(
 def _check_parts(model: Any, schedule: Any, mesh: Any, gradient_scale: Any) -> None:
     """Raise `ValueError` for an argument of another kind."""
     needed = {
-        "model": (model, LayeredModel, "a js.LayeredModel, of functions of (params, x) and a loss"),
-        "schedule": (schedule, Schedule, "a schedule such as js.schedules.one_f_one_b(4, 16)"),
-        "mesh": (mesh, Mesh, "a jax.sharding.Mesh, whose devices the stages are"),
+        "model": (model, LayeredModel, "js.LayeredModel"),
+        "schedule": (schedule, Schedule, "js.pipeline.Schedule"),
+        "mesh": (mesh, Mesh, "jax.sharding.Mesh"),
     }
-    for argument, (value, kind, what) in needed.items():
+    for argument, (value, kind, name) in needed.items():
         if not isinstance(value, kind):
-            raise ValueError(f"`{argument}` must be {what}, got {type(value).__name__}.")
+            raise ValueError(f"`{argument}` must be a {name}, got {type(value).__name__}.")
     if (as_number(gradient_scale) or 0) <= 0:
         raise ValueError(f"`gradient_scale` must be a number above 0, got {gradient_scale!r}.")
 
@@ -151,8 +151,7 @@ def _check_axes(schedule: Schedule, mesh: Mesh, axis_name: Any, data_axes: tuple
     for argument, name in (("axis_name", axis_name), *(("data_axes", a) for a in data_axes)):
         if not isinstance(name, str) or name not in mesh.axis_names:
             raise ValueError(
-                f"`{argument}` {name!r} is not an axis of `mesh`, which has "
-                f"{', '.join(map(repr, mesh.axis_names))}."
+                f"`{argument}` must be of the axes {mesh.axis_names} of `mesh`, got {name!r}."
             )
     if axis_name in data_axes or len(set(data_axes)) < len(data_axes):
         raise ValueError(
@@ -160,6 +159,6 @@ def _check_axes(schedule: Schedule, mesh: Mesh, axis_name: Any, data_axes: tuple
         )
     if mesh.shape[axis_name] != schedule.num_stages:
         raise ValueError(
-            f"`schedule` {schedule.name!r} has {schedule.num_stages} stages, and `mesh` "
-            f"{mesh.shape[axis_name]} along axis {axis_name!r}: the numbers must be equal."
+            f"`schedule` must have as many stages as `mesh` has along {axis_name!r}, "
+            f"{mesh.shape[axis_name]}, got {schedule.num_stages} stages."
         )

@@ -68,9 +68,8 @@ class OneProgram(Pipelined):
         manual = frozenset(context.manual_axes)
         if self.schedule.num_stages > 1 and axis_name in manual:
             raise ValueError(
-                f"`axis_name` {axis_name!r} is mapped already where the loss function of this "
-                "pipeline is called, which maps the stages itself. In a step of js.make_train_step "
-                "it stays free if the state's parameters are placed as `layout.stack` places them."
+                f"`axis_name` {axis_name!r} must not be mapped where a pipeline is called: in a "
+                "step, place parameters as `layout.stack` does."
             )
         # If a data axis is mapped already, the caller has split the batch over it.
         data_axes = tuple(a for a in self.data_axes if a not in manual)
@@ -158,10 +157,6 @@ class Activations:
         leaves = jax.tree.leaves(y)
         return [jnp.asarray(x, t.dtype) for x, t in zip(leaves, self.types, strict=True)]
 
-    def unflatten(self, leaves: Values) -> PyTree:
-        """Return the activations with these leaves: the inverse of `flatten`."""
-        return self.treedef.unflatten(leaves)
-
     def flatten_cotangents(self, dx: PyTree) -> list[jax.Array]:
         """Return the leaves of a tree of cotangents, without those that have no cotangent."""
         leaves = self.treedef.flatten_up_to(dx)
@@ -216,7 +211,7 @@ class DeviceScan:
         self._activations, self._loss = stage_types(plan, weights, before, microbatch)
         self._programs: list[StageProgram] = []
         if differentiates:
-            x = self._activations.unflatten(placeholders(self._activations.types))
+            x = self._activations.treedef.unflatten(placeholders(self._activations.types))
             for kind, leaves, state in zip(plan.kinds, weights, before, strict=True):
                 x_of_kind = kind.with_state(None if kind.is_first else x, state)
                 self._programs.append(plan.stage_program(kind, leaves, x_of_kind, microbatch))
@@ -361,7 +356,9 @@ class DeviceScan:
             arrived = sent
             if any(sender != receiver for sender, receiver in channel):
                 arrived = [lax.ppermute(x, self._plan.axis_name, channel) for x in sent]
-            buffers = write_arrivals(buffers, arrived, row)
+            at, has_row = jnp.maximum(row, 0), row >= 0
+            pairs = zip(buffers, arrived, strict=True)
+            buffers = [write_row_if(*pair, at, has_row) for pair in pairs]
         return buffers
 
     def _forward(
@@ -379,7 +376,8 @@ class DeviceScan:
         weights = kind.weights.read(self._buffers, now.model_stage)
         microbatch, x = self._microbatch(now), None
         if not kind.is_first:
-            x = self._activations.unflatten([read_row(x, now.source) for x in activations])
+            rows = [read_row(x, now.source) for x in activations]
+            x = self._activations.treedef.unflatten(rows)
         x = kind.with_state(x, kind.states and kind.states.read(states, now.model_stage))
         program = self._programs[i] if self._differentiates else None
         y, stashed, new_states = kind.forward(program, weights, x, microbatch)
@@ -431,15 +429,16 @@ class DeviceScan:
 
 
 def _check_permutes(text: str) -> None:
-    """Raise `ValueError` if an operation that some stages run waits for devices of all stages."""
-    if found := _PERMUTE.search(text):
+    """Raise `ValueError` if an operation that some stages run waits for devices of all stages.
+
+    The compiler does so where a layer moves activations between the axes that shard parameters,
+    such as by `with_sharding_constraint`.
+    """
+    if match := _PERMUTE.search(text):
         raise ValueError(
-            f"`loss_fn`: for {found[1]!r} of a layer the compiler permutes an array among the "
-            "devices of all stages, of which in one program only some run this layer, and they "
-            "would wait for the others forever. It does so where a layer moves activations "
-            "between the axes that shard parameters, such as by `with_sharding_constraint`: leave "
-            'that to the compiler, or make the pipeline with `executor`="host", whose stages have '
-            "programs of their own."
+            f"`loss_fn`: for {match[1]!r} of a layer the compiler permutes an array among all "
+            "stages, which would wait for the others forever: leave out sharding constraints in "
+            'layers, or use `executor`="host".'
         )
 
 
@@ -453,6 +452,9 @@ def stage_types(
       weights: the leaves of a stage of each kind.
       states: its model state.
       microbatch: a microbatch.
+
+    Raises:
+      ValueError: results of two stages that differ in structure, shapes or dtypes.
     """
 
     def run_stages(
@@ -473,7 +475,17 @@ def stage_types(
 
     types = jax.tree.map(jax.typeof, (weights, states, microbatch))
     results = jax.make_jaxpr(run_stages, return_shape=True)(*types)[1]
-    return common_activations(results[:-1]), results[-1]._replace(state=None)
+    structs = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), y) for y in results]
+    sent = [Activations(jax.tree.structure(y), tuple(jax.tree.leaves(y))) for y in structs[:-1]]
+    for k, other in enumerate(sent):
+        if other != sent[0]:
+            raise ValueError(
+                "`model`: in one program activations must have one type, and stage 0 gives "
+                f"{structs[0]}, stage {k} {structs[k]}: choose other `parts`, or "
+                '`executor`="host".'
+            )
+    none = Activations(jax.tree.structure(()), ())
+    return sent[0] if sent else none, results[-1]._replace(state=None)
 
 
 # Buffers with numbered rows.
@@ -565,12 +577,6 @@ def write_row(buffer: jax.Array, row: Any, value: jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), row, 0)
 
 
-def write_arrivals(buffers: Buffers, arrived: Values, row: jax.Array) -> Buffers:
-    """Return `buffers` with the arrived values in a row; unchanged for row -1."""
-    at = jnp.maximum(row, 0)
-    return [write_row_if(*pair, at, row >= 0) for pair in zip(buffers, arrived, strict=True)]
-
-
 def write_row_if(
     buffer: jax.Array, value: jax.Array, row: jax.Array, is_set: jax.Array
 ) -> jax.Array:
@@ -632,25 +638,3 @@ def _reshard_explicit(tree: PyTree, specs: PyTree, mesh: Mesh | AbstractMesh) ->
         return jax.sharding.reshard(x, NamedSharding(mesh, new_spec)) if any(new_spec) else x
 
     return jax.tree.map(place, tree, specs) if explicit else tree
-
-
-def common_activations(results: Sequence[PyTree]) -> Activations:
-    """Return the common type of the results of all stages before the last.
-
-    Args:
-      results: types of their results, in the order of the model.
-
-    Raises:
-      ValueError: two results that differ in structure, shapes or dtypes.
-    """
-    types = [jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), y) for y in results]
-    every = [Activations(jax.tree.structure(y), tuple(jax.tree.leaves(y))) for y in types]
-    for k, other in enumerate(every):
-        if other != every[0]:
-            raise ValueError(
-                "`model`: one program sends activations of one type between all stages, and here "
-                f"stage 0 gives {types[0]}, but stage {k} {types[k]}. Cut the model elsewhere "
-                '(`parts`), let layers give the same type, or use `executor`="host", which does '
-                "not need it."
-            )
-    return every[0] if every else Activations(jax.tree.structure(()), ())

@@ -1,7 +1,4 @@
-"""Partition the layers of a model: blocks of consecutive layers, dealt to stages in turn.
-
-Costs of the layers of a model: parameters, and operations that the compiler counts.
-"""
+"""Partition the layers of a model into stages, by their number or by what they cost."""
 
 import heapq
 import math
@@ -13,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import checked_int, warn_user
+from .._support.checks import as_int, as_number, checked_int, warn_user
 from .._support.types import PyTree
 from ..tree import check_arrays, tree_bytes
 from .model import LayeredModel
@@ -34,26 +31,21 @@ def _counts(owner: str, num_stages: int, num_chunks: int) -> tuple[int, int]:
     return num_stages, num_chunks
 
 
-def _check_costs(owner: str, name: str, values: Iterable[Any]) -> np.ndarray:
-    """Return costs as a 1-D array; raise `ValueError` unless they are finite numbers >= 0."""
-    try:
-        if isinstance(values, Mapping):
-            raise TypeError
-        array = np.asarray(values if hasattr(values, "__array__") else list(values))
-    except (TypeError, ValueError):
-        array = np.asarray(None)
-    if array.dtype == jnp.bfloat16:  # NumPy does not count it among floats
-        array = array.astype(np.float32)
-    is_number = array.dtype.kind in "iuf"
-    if array.ndim != 1 or not array.size or not is_number:
-        raise ValueError(f"{owner}: `{name}` must hold one number per layer, got {values!r}.")
-    wrong = [i for i, x in enumerate(array.tolist()) if not 0 <= x < float("inf")]
-    if wrong:
-        raise ValueError(
-            f"{owner}: `{name}` must be finite and >= 0, got "
-            f"{', '.join(f'{array[i]} for layer {i}' for i in wrong)}."
-        )
-    return array
+def _checked_costs(owner: str, name: str, values: Any, read: Callable[[Any], Any]) -> list[Any]:
+    """Return what `read`, `as_int` or `as_number`, makes of the costs of all layers.
+
+    Raises:
+      ValueError: no cost, or one that is negative or not of this kind.
+    """
+    is_list = isinstance(values, Iterable) and not isinstance(values, Mapping)
+    costs = list(values) if is_list else []
+    numbers = [read(x) for x in costs]
+    wrong = [i for i, x in enumerate(numbers) if x is None or x < 0]
+    if wrong or not costs:
+        kind = "an integer" if read is as_int else "a finite number"
+        got = ", ".join(f"{costs[i]} for layer {i}" for i in wrong) or repr(values)
+        raise ValueError(f"{owner}: `{name}` must hold {kind} >= 0 for each layer, got {got}.")
+    return numbers
 
 
 def partition_uniform(num_items: int, num_stages: int, num_chunks: int = 1) -> list[list[Interval]]:
@@ -83,15 +75,10 @@ def partition_uniform(num_items: int, num_stages: int, num_chunks: int = 1) -> l
     owner = "partition_uniform"
     num_items = checked_int(f"{owner}: `num_items`", num_items, 1)
     num_stages, num_chunks = _counts(owner, num_stages, num_chunks)
-    return _uniform(owner, num_items, num_stages, num_chunks)
-
-
-def _uniform(owner: str, num_items: int, num_stages: int, num_chunks: int) -> list[list[Interval]]:
-    """Return the result of `partition_uniform`; errors name `owner`."""
     if num_items % num_chunks:
         raise ValueError(
             f"{owner}: the number of layers must be a multiple of `num_chunks`={num_chunks}, got "
-            f"{num_items} layers. js.partition_by_cost takes any number."
+            f"{num_items} (js.partition_by_cost takes any)."
         )
     per_chunk = num_items // num_chunks
     base, rest = divmod(per_chunk, num_stages)
@@ -139,19 +126,12 @@ def partition_balanced(
 
     Source: ColossalAI (commit 96780e6), `colossalai/builder/pipeline.py`.
     """
-    owner = "partition_balanced"
-    costs = _check_costs(owner, "weights", weights)
-    if costs.dtype.kind == "f":
-        raise ValueError(
-            f"{owner}: `weights` must be integers, got {costs.dtype} numbers: js.partition_by_cost "
-            "takes any costs."
-        )
-    num_stages, num_chunks = _counts(owner, num_stages, num_chunks)
+    costs = _checked_costs("partition_balanced", "weights", weights, as_int)
+    num_stages, num_chunks = _counts("partition_balanced", num_stages, num_chunks)
     num_blocks = num_stages * num_chunks
     if len(costs) <= num_blocks:
-        return _uniform(owner, len(costs), num_stages, num_chunks)
-    # Python integers, because sums of NumPy integers might overflow.
-    positive = [max(1, w) for w in costs.tolist()]
+        return partition_uniform(len(costs), num_stages, num_chunks)
+    positive = [max(1, w) for w in costs]
     blocks = _fill_blocks(positive, _least_capacity(positive, num_blocks))
     before = [0, *accumulate(positive)]
     return _blocks_by_stage(_split_heaviest(before, blocks, num_blocks), num_stages)
@@ -235,13 +215,13 @@ def partition_by_cost(
     Communication: none. It takes `num_stages * num_chunks * len(costs)**2` additions of doubles,
     in which sums of integers are exact below 2**53: 0.05 s for 512 layers in 64 blocks.
     """
-    array = _check_costs("partition_by_cost", "costs", costs)
+    array = np.array(_checked_costs("partition_by_cost", "costs", costs, as_number))
     num_stages, num_chunks = _counts("partition_by_cost", num_stages, num_chunks)
     num_blocks = num_stages * num_chunks
     if len(array) < num_blocks:
         raise ValueError(
-            "partition_by_cost: every stage must hold a layer in each chunk, got "
-            f"{len(array)} layers for `num_stages`={num_stages} times `num_chunks`={num_chunks}."
+            f"partition_by_cost: `costs` must have a layer for each of `num_stages`={num_stages} "
+            f"times `num_chunks`={num_chunks} blocks, got {len(array)} layers."
         )
     return _blocks_by_stage(_min_cost_blocks(array, num_blocks), num_stages)
 
@@ -313,8 +293,7 @@ def count_layer_params(layers: Iterable[PyTree]) -> list[int]:
     """
     if isinstance(layers, Mapping) or hasattr(layers, "shape") or not isinstance(layers, Iterable):
         raise ValueError(
-            "count_layer_params: `layers` must be a sequence of one tree of parameters per layer, "
-            f"got a {type(layers).__name__}."
+            f"count_layer_params: `layers` must be one tree per layer, got {type(layers).__name__}."
         )
     trees = list(layers)
     for i, tree in enumerate(trees):
@@ -369,19 +348,19 @@ def layer_flops(
     layers = model.layers if isinstance(model, LayeredModel) else tuple(model)
     if not layers or len(params) != len(layers):
         raise ValueError(
-            "layer_flops: `params` must be a sequence of one tree per layer, and there must be one "
-            f"layer at least, got {len(params)} trees for {len(layers)} layers."
+            "layer_flops: `params` must be one tree per layer, and at least one, got "
+            f"{len(params)} trees for {len(layers)} layers."
         )
     for i, tree in enumerate(params):
         check_arrays(f"layer_flops: layer {i}", tree)
     batch = _types(microbatch)
-    x, flops_of_layers, known = batch, [], {}
+    x, flops_of_layers, results = batch, [], {}
     for i, weights in enumerate(map(_types, params)):
         takes = model.takes[i] if isinstance(model, LayeredModel) else ()
         key = layers[i], takes, _key((weights, x)), i == 0, i == len(layers) - 1
-        if key not in known:
-            known[key] = _count_layer_flops(_layer_fn(model, i), weights, x, batch)
-        flops, x = known[key]
+        if key not in results:
+            results[key] = _count_layer_flops(_layer_fn(model, i), weights, x, batch)
+        flops, x = results[key]
         flops_of_layers.append(flops)
     return flops_of_layers
 

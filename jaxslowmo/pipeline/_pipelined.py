@@ -90,45 +90,52 @@ class Pipelined(LossProgram):
 
         Raises:
           ValueError: see `js.pipelined`; gradients of the batch, or second derivatives of a model
-            with tied leaves, are requested; `rng` is not a PRNG key; with `executor="host"` a call
-            inside of jax.jit or another transformation.
+            with tied leaves, are requested; with `executor="host"` a call inside of jax.jit or
+            another transformation.
+          TypeError: `rng` is not a PRNG key (from jax).
         """
-        return self._compute_loss(stacked, batch, rng, model_state, as_quotient=False)
+        loss, state = self._compute_loss(stacked, batch, rng, model_state)
+        return loss.to_output(state, as_quotient=False)
 
     def quotient_loss(
         self, stacked: PyTree, batch: PyTree, *, rng: Any = None, model_state: PyTree = None
     ) -> Any:
         """Compute the loss as the call does; a quotient of sums is a `tracing.Quotient`."""
-        return self._compute_loss(stacked, batch, rng, model_state, as_quotient=True)
+        loss, state = self._compute_loss(stacked, batch, rng, model_state)
+        return loss.to_output(state, as_quotient=True)
 
     def _compute_loss(
-        self, stacked: PyTree, batch: PyTree, rng: Any, model_state: PyTree, *, as_quotient: bool
-    ) -> Any:
+        self, stacked: PyTree, batch: PyTree, rng: Any, model_state: PyTree
+    ) -> tuple[Loss, PyTree]:
+        """Return the loss and the new model state; None for models without."""
         if isinstance(stacked, list | tuple):
             stacked = self.layout.stack(stacked)
         if not isinstance(stacked, Staged) or stacked.packing != self.layout.packing:
-            what = (
-                "those of another layout" if isinstance(stacked, Staged) else type(stacked).__name__
-            )
             raise ValueError(
-                "`stacked` must be one tree per layer, or parameters as `layout.stack(params)` "
-                f"makes them, got {what}."
+                "`stacked` must be one tree per layer, or what `layout.stack(params)` of this "
+                f"pipeline returns, got {type(stacked).__name__}."
             )
         for name, shape in self.layout.packing.shapes.items():
             if jnp.shape(stacked[name]) != shape:
                 raise ValueError(
-                    f"`stacked` must have buffers of (stages, ..., elements), {list(shape)} at "
-                    f"{name!r}, got {list(jnp.shape(stacked[name]))}."
+                    f"`stacked` must have {list(shape)} at {name!r}, got "
+                    f"{list(jnp.shape(stacked[name]))}."
                 )
-        check_key(rng)
+        if rng is not None:
+            jax.eval_shape(jax.random.fold_in, rng, 0)  # jax refuses what is no key
         states: dict[str, Any] = {}
         if self.state_layout is not None:
-            states = _checked_state(self.state_layout, self.model_state_form(model_state))
+            state = self.model_state_form(model_state)
+            if not isinstance(state, Staged) or state.packing != self.state_layout.packing:
+                raise ValueError(
+                    "`model_state` must be one tree per layer, or what `model_state_form(trees)` "
+                    f"of this pipeline returns, got {type(state).__name__}."
+                )
+            states = state.buffers
         elif jax.tree.leaves(model_state):
             raise ValueError("`model_state` must be left out, since no layer takes `state`.")
         loss, after = self._run(stacked, states, batch, rng if self.model.takes_key else None)
-        state = None if self.state_layout is None else self.state_layout.packing.wrap_buffers(after)
-        return loss.to_output(state, as_quotient=as_quotient)
+        return loss, self.state_layout and self.state_layout.packing.wrap_buffers(after)
 
     def execute(
         self, stacked: Staged, states: PyTree, batch: PyTree, rng: Any, *, differentiates: bool
@@ -151,10 +158,8 @@ class Pipelined(LossProgram):
     def check_has_backward(self) -> None:
         """Raise `ValueError` if the schedule has no backward passes."""
         if self.schedule.forward_only:
-            raise ValueError(
-                f"`schedule` {self.schedule.name!r} has forward passes alone, so there are no "
-                "gradients of this pipeline."
-            )
+            name = self.schedule.name
+            raise ValueError(f"`schedule` must have backward passes for gradients, got {name!r}.")
 
     def _primal(self, *primals: PyTree) -> Any:
         return self.execute(*primals, differentiates=False)[0]
@@ -183,38 +188,14 @@ class Pipelined(LossProgram):
         return jax.tree.map(scale, grads), None, None, None
 
 
-def _checked_state(layout: StageLayout, model_state: Any) -> dict[str, Any]:
-    """Return the buffers of a model state; raise `ValueError` unless it has this layout."""
-    if not isinstance(model_state, Staged) or model_state.packing != layout.packing:
-        raise ValueError(
-            "`model_state` must be what `pipe.model_state_form(trees)` makes of one tree per "
-            f"layer, got {type(model_state).__name__}."
-        )
-    return model_state.buffers
-
-
-def check_key(rng: Any) -> None:
-    """Raise `ValueError` unless `rng` is a PRNG key of jax or None."""
-    if rng is None:
-        return
-    dtype, shape = getattr(rng, "dtype", None), jnp.shape(rng) if hasattr(rng, "shape") else None
-    is_typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if (is_typed and shape == ()) or (dtype == jnp.uint32 and len(shape or ()) == 1):
-        return
-    what = repr(rng) if dtype is None else f"an array {dtype}{list(shape or ())}"
-    raise ValueError(
-        f"`rng` must be one PRNG key such as jax.random.key(0) makes, or None, got {what}."
-    )
-
-
 def check_constant(batch: PyTree) -> None:
     """Raise `ValueError` if gradients of a batch are requested, which `custom_vjp` marks."""
     leaves = zip(leaf_names(batch), jax.tree.leaves(batch), strict=True)
     perturbed = [n for n, x in leaves if x.perturbed and jnp.issubdtype(x.value.dtype, jnp.inexact)]
     if perturbed:
         raise ValueError(
-            "`batch` must not depend on what is differentiated, of which a pipeline has gradients "
-            f"in `stacked` alone, got {', '.join(perturbed)}."
+            "`batch` must not depend on what is differentiated: a pipeline has no gradients of it, "
+            f"got {', '.join(perturbed)}."
         )
 
 
@@ -231,7 +212,6 @@ def forbid_second_derivative(stacked: PyTree) -> PyTree:
 @forbid_second_derivative.defjvp
 def _raise_second_derivative(primals: Any, tangents: Any) -> Any:
     raise ValueError(
-        "`loss_fn` of a pipeline must not be differentiated twice where the model has `tied` "
-        "leaves: gradients of their copies are summed outside of what is differentiated. Take "
-        "second derivatives of the model itself, `model(params, batch)`."
+        "`loss_fn` of a pipeline with `tied` leaves can't be differentiated twice: differentiate "
+        "`model(params, batch)`."
     )

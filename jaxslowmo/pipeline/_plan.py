@@ -344,11 +344,7 @@ class StepReduction:
             if not self.data_axes:
                 return x
             is_float = jnp.issubdtype(x.dtype, jnp.inexact)
-            return (
-                lax.pmean(x, self.data_axes)
-                if is_float
-                else broadcast_from_first(x, self.data_axes)
-            )
+            return (lax.pmean if is_float else broadcast_from_first)(x, self.data_axes)
 
         return {name: mean_state(x)[None] for name, x in totals.states.items()}
 
@@ -398,14 +394,11 @@ def _sum_tied_copies(
     if not groups:
         return grads
 
-    def part_of(buffers: dict[str, jax.Array], place: LeafPlace) -> jax.Array:
-        """Return the elements at a place; on other stages they are arbitrary."""
-        return place.part(buffers[place.leaf.buffer])
-
     stage = lax.axis_index(axis_name)
     sums: list[jax.Array] = []
     for group in groups:
-        parts = [(part_of(grads, place), place.stage) for place in group]
+        # On other stages the elements at a place are arbitrary.
+        parts = [(place.part(grads[place.leaf.buffer]), place.stage) for place in group]
         masked = [jnp.where(stage == holder, x, jnp.zeros_like(x)) for x, holder in parts]
         sums.append(sum(masked[1:], start=masked[0]))
     holders = [tuple(sorted({place.stage for place in group})) for group in groups]
@@ -416,6 +409,7 @@ def _sum_tied_copies(
     new = dict(grads)
     for group, total in zip(groups, sums, strict=True):
         for place in group:
-            part = jnp.where(stage == place.stage, total, part_of(new, place))
-            new[place.leaf.buffer] = place.write(new[place.leaf.buffer], part)
+            buffer = new[place.leaf.buffer]
+            part = jnp.where(stage == place.stage, total, place.part(buffer))
+            new[place.leaf.buffer] = place.write(buffer, part)
     return new

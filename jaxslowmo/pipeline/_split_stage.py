@@ -19,6 +19,7 @@ from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 from .._support.checks import checks_flags
 from .._support.types import PyTree
 from ..tracing import Atom, InlinedProgram, has_side_effects, run, scan_operands, trace_inline
+from ..tree import type_text
 
 
 def type_of(x: Any) -> Any:
@@ -272,17 +273,10 @@ class Argument:
 
     def cotangents(self, value: PyTree) -> list[Any]:
         """Return cotangents of the chosen leaves from a tree, in which None stands for zeros."""
-        try:
-            leaves = self.tree.flatten_up_to(value)
-        except ValueError as error:
-            raise ValueError(
-                f"`d{self.name}` must be a tree like `{self.name}`, {self.tree}: {error}"
-            ) from None
+        leaves = enumerate(zip(self.tree.flatten_up_to(value), self.types, strict=True))
         return [
-            self._checked_leaf(
-                i, jnp.zeros(self.types[i].shape, self.types[i].dtype) if x is None else x
-            )
-            for i, x in enumerate(leaves)
+            self._checked_leaf(i, jnp.zeros(kind.shape, kind.dtype) if x is None else x)
+            for i, (x, kind) in leaves
             if self.chosen[i]
         ]
 
@@ -306,8 +300,8 @@ class Argument:
         x = jnp.asarray(x, aval.dtype) if isinstance(x, int | float | complex) else x
         if (jnp.shape(x), jnp.result_type(x)) != (aval.shape, aval.dtype):
             raise ValueError(
-                f"`{self.name}`: leaf {i} must be {aval.dtype}{list(aval.shape)}, as the stage was "
-                f"traced, got {jnp.result_type(x)}{list(jnp.shape(x))}."
+                f"`{self.name}`: leaf {i} must be {aval.dtype}{list(aval.shape)}, as traced, got "
+                f"{type_text(x)}."
             )
         return x
 
@@ -425,7 +419,7 @@ def _check_loss(y: PyTree) -> None:
         or not is_differentiable(loss)
     ):
         raise ValueError(
-            "`loss=True` is for a stage that gives a loss, a floating scalar, or (loss, metrics), "
+            "`loss=True` needs a stage that returns a loss, a floating scalar, or (loss, metrics), "
             f"got {jax.tree.map(jax.typeof, y)}."
         )
 
@@ -533,13 +527,11 @@ class StageProgram:
     ) -> PyTree:
         """Run W: return the gradient of the weights (None for leaves that have none)."""
         inputs = self._inputs(weights, microbatch, stash)
-        _check_count("kept", kept, self.kept)
         return self._weights.gradients(self._backward_weight([*inputs, *kept]))
 
     def _inputs(
         self, weights: PyTree, microbatch: PyTree, stash: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        _check_count("stash", stash, self.stash)
         return [*self._weights.flatten(weights), *self._microbatch.flatten(microbatch), *stash]
 
     def _cotangents(self, dy: PyTree) -> list[jax.Array]:
@@ -612,12 +604,3 @@ def split_stage(
         _backward_input=replace(of_input, outputs=(*dx, *kept)),
         _backward_weight=StagePart(back, equations, (*inputs[:before_dy], *kept), dweights),
     )
-
-
-def _check_count(name: str, arrays: Sequence[Any], types: Sequence[Any]) -> None:
-    """Raise `ValueError` for a number of arrays that differs from that of their types."""
-    if len(arrays) != len(types):
-        raise ValueError(
-            f"`{name}` must hold the {len(types)} arrays of `StageProgram.{name}`, got "
-            f"{len(arrays)}."
-        )

@@ -1,6 +1,6 @@
-"""A mesh for the devices of each stage, and views of arrays on them without a copy.
+"""The programs of a pipeline on the host, each on the mesh of its stage, and views of arrays there.
 
-The compiled programs of a pipeline: the operations of each stage, and the end of a step.
+In the order of this file: meshes of stages; how arguments are sharded; operations; ends of a step.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -69,8 +69,8 @@ class StageMeshes:
         process = jax.process_index()
         if mesh.is_multi_process or any(d.process_index != process for d in mesh.devices.flat):
             raise ValueError(
-                '`executor`="host" dispatches every operation from one process, and `mesh` has '
-                'devices of others: use `executor`="one_program", which runs over several.'
+                '`executor`="host" needs a `mesh` of devices of one process: use '
+                '`executor`="one_program".'
             )
         # Axes inside of a stage are left to the compiler, whatever their types in the whole mesh.
         types = (AxisType.Auto,) * len(mesh.axis_names)

@@ -17,7 +17,7 @@ def test_an_id_of_the_host_that_is_in_no_table_is_named_with_its_place():
     emb = emb_of()
     emb.check({"seller": np.array([[1, 2], [7, 299]]), "item": np.zeros(3, np.int8)})
     for look in (emb.check, emb.exchange_ids):
-        with pytest.raises(ValueError, match=r"'seller'.* 300 .*row 1, place 1 .*'user'.*\(2 such"):
+        with pytest.raises(ValueError, match=r"'seller'.*'user'.* 300 in row 1, place 1 "):
             look({"seller": np.array([[1, 2], [7, 300], [300, 0]])})
     with pytest.raises(ValueError, match=r"'item'.* 1 in row 1 of"):
         emb.check({"item": np.array([0, 1, 1])})
@@ -68,7 +68,7 @@ def test_a_capacity_that_does_not_suffice_is_refused_on_the_host():
     # Of 12 rows in two parts each owner has three of every six.
     bags = {"buyer": np.arange(12), "item": np.zeros(12, int)}
     assert emb.slots_needed(bags, num_parts=2) == {"user": 3, "item": 1}
-    with pytest.raises(ValueError, match=r"'user' is 2 slots .*part 0 of 2 .* 3 distinct .*1 too"):
+    with pytest.raises(ValueError, match=r"'user' is 2 .*part 0 of 2 .* 3 distinct"):
         emb.check(bags, num_parts=2)
     emb.check(bags, num_parts=4)
     emb_of("shard", capacity=2, overflow="drop").over(2).check(bags, num_parts=2)

@@ -266,7 +266,7 @@ def stages() -> Scenarios:
         pipe = js.pipelined(
             model, layers, schedule, parts=js.partition_uniform(4, num_stages=2), mesh=mesh
         )
-        optimizer = joined(js.clip_by_global_norm(0.1, counted=pipe.layout.counted), optax.sgd(0.1))
+        optimizer = joined(js.clip_by_global_norm(0.1), optax.sgd(0.1))
         step = js.make_train_step(pipe, optimizer, sync=SYNC[sync](), mesh=mesh)
         state = step.init(pipe.layout.stack(layers))
         return _phases(step, state, np.zeros((16, 8), np.float32))

@@ -1,6 +1,6 @@
-"""Hooks that send a bucket unchanged, in half precision, or not at all.
+"""Hooks that send a bucket unchanged, in fewer bits or not at all, with error feedback or without.
 
-Lossy hooks with error feedback: what one update loses is added to the next gradients.
+With error feedback, what one update loses is added to the next gradients.
 """
 
 from collections.abc import Callable

@@ -149,8 +149,8 @@ def all_reduce_rows(
         others, table_grads, _, join = split_rows(updates, names)
         if dense is not None and (unnamed := [name for name in table_grads if name not in names]):
             raise ValueError(
-                f"{OWNER}: with `dense`, `tables` must name every leaf whose gradient is a "
-                f"RowGradient; missing: {unnamed}."
+                f"{OWNER}: with `dense`, `tables` must name each leaf with a RowGradient, and "
+                f"lacks {unnamed}."
             )
         other_params = None if params is None else split_rows(params, names)[0]
         others, after = inner.update(others, state.dense, other_params, **extra)
@@ -288,8 +288,8 @@ class TableReduction:
         if send:
             sparse: Any = coalesce if isinstance(gradient, RowGradient) else row_gradient
             # Values of an overflow are NaN, and the second exchange replaces them.
-            found, distinct, _ = sparse(gradient, capacity=send)
-            rows, values = found.rows, found.values
+            gradient_of_rows, distinct, _ = sparse(gradient, capacity=send)
+            rows, values = gradient_of_rows.rows, gradient_of_rows.values
         tail, shares = [distinct, outside], None
         if weight is not None:
             tail.append(lax.bitcast_convert_type(weight, jnp.int32))

@@ -1,8 +1,7 @@
-"""Gradients of tables as row numbers and values, alone and next to those of dense parameters.
+"""Gradients of tables as row numbers and values: their sums, and how losses give them.
 
-Coalescing of rows: duplicates summed, rows sorted, in a static number of entries.
-
-Differentiation with respect to the rows that are looked up, not the whole table.
+In the order of this file: row gradients; distinct rows and their sums; lookups, with respect to
+whose rows, not the whole table, a loss is differentiated. Nothing here communicates.
 """
 
 import dataclasses
@@ -18,7 +17,9 @@ from ..._support.checks import check_names, checked_int, checks_flags
 from ..._support.scopes import ALL_REDUCE_ROWS
 from ..._support.types import PyTree
 from ...collectives import scale
-from ...tree import at_least_float32, leaf_names
+from ...tree import at_least_float32, leaf_names, type_text
+
+OUT_OF_RANGE = 2**31 - 1  # beyond any capacity: scatters drop entries at this place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ class RowGradient(SomeRows):
             return NotImplemented
         if self.shape != other.shape or self.dtype != other.dtype:
             raise ValueError(
-                "RowGradient: only gradients of one table can be added, got tables "
+                "RowGradient: only gradients of one table can be added, got "
                 f"{self.dtype}{list(self.shape)} and {other.dtype}{list(other.shape)}."
             )
         return RowGradient(
@@ -107,10 +108,9 @@ def check_row_gradient(owner: str, name: str, gradient: RowGradient) -> None:
     are_values = jnp.issubdtype(values.dtype, jnp.floating) and values.shape[:1] == rows.shape
     if not (are_rows and are_values):
         raise ValueError(
-            f"{owner}: {name} needs rows that are integers of shape (k,) and values that are "
-            f"floating of shape (k, ...), got {rows.dtype} {rows.shape} and {values.dtype} "
-            f"{values.shape}. (Has an element-wise transform, such as clipping or scaling, been "
-            "applied to the RowGradient?)"
+            f"{owner}: {name} must have integer rows (k,) and floating values (k, ...), got "
+            f"{rows.dtype} {rows.shape} and {values.dtype} {values.shape}: has a transform been "
+            "applied to it?"
         )
 
 
@@ -196,7 +196,7 @@ def apply_rows(table: jax.Array, gradient: RowGradient, *, learning_rate: Any) -
     table = jnp.asarray(table)
     if table.shape != gradient.shape:
         raise ValueError(
-            f"apply_rows: `gradient` is of a table of shape {gradient.shape}, `table` has "
+            f"apply_rows: `table` must have the shape {gradient.shape} of `gradient`, got "
             f"{table.shape}."
         )
     wide = at_least_float32(gradient.dtype)
@@ -259,7 +259,7 @@ def split_rows(
     return dense, rows, (), join
 
 
-OUT_OF_RANGE = 2**31 - 1  # beyond any capacity: scatters drop entries at this place
+# Distinct rows and their sums.
 
 
 class Coalesced(NamedTuple):
@@ -373,10 +373,8 @@ def row_gradient(dense: jax.Array, *, capacity: int | None) -> Coalesced:
     capacity = checked_capacity("row_gradient", capacity)
     dense = jnp.asarray(dense)
     if dense.ndim < 1 or not jnp.issubdtype(dense.dtype, jnp.floating):
-        raise ValueError(
-            "row_gradient: `dense` must be the floating gradient of a table (num_rows, ...), got "
-            f"{dense.dtype}{list(dense.shape)}."
-        )
+        got = type_text(dense)
+        raise ValueError(f"row_gradient: `dense` must be floating (num_rows, ...), got {got}.")
     num_rows = dense.shape[0]
     used = jnp.any(dense != 0, axis=tuple(range(1, dense.ndim)))
     (rows,) = jnp.nonzero(used, size=capacity or max(1, num_rows), fill_value=num_rows)
@@ -413,6 +411,9 @@ def add_in_order(
     return lax.scan(add, zeros, entries)[0]
 
 
+# Lookups.
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TouchedRows(SomeRows):
@@ -446,9 +447,8 @@ class TouchedRows(SomeRows):
     def __jax_array__(self) -> jax.Array:
         """Raise `TypeError`: this is not the whole table."""
         raise TypeError(
-            "TouchedRows holds only the rows that a step looks up: index it, `table[indices]`. A "
-            "table that is used in another way, as the output layer for example, has a gradient in "
-            "every row: leave it out of `tables` in js.row_value_and_grad."
+            "TouchedRows holds only the rows that a step looks up: index it, `table[indices]`, or "
+            "leave the table out of `tables` in js.row_value_and_grad."
         )
 
 

@@ -17,7 +17,7 @@ from jax import lax
 from ..._support.types import PyTree
 from ...tracing import Quotient, check_loss
 from ...transform import LossProgram
-from ...tree import check_arrays, leaf_names, promoted_dtype
+from ...tree import leaf_names, promoted_dtype
 from ._microbatches import KeyedMicrobatch
 from ._ties import Groups, TiedLeaf, Ties, as_ties, tie_leaves, tied_positions, tied_transform
 
@@ -108,9 +108,8 @@ class LayeredModel(LossProgram):
         takes: Takes = None,
     ) -> None:
         if not isinstance(layers, Iterable):
-            raise ValueError(
-                f"`layers` must be a sequence of functions, got {type(layers).__name__}."
-            )
+            kind = type(layers).__name__
+            raise ValueError(f"`layers` must be a sequence of functions, got {kind}.")
         self.layers: tuple[Layer, ...] = tuple(layers)
         self.loss = loss
         if not self.layers:
@@ -147,23 +146,20 @@ class LayeredModel(LossProgram):
         Raises:
           ValueError: parameters or model state of other layers, or an invalid loss.
         """
-        return self._compute_loss(params, batch, rng, model_state, as_quotient=False)
+        loss, state = self._compute_loss(params, batch, rng, model_state)
+        return loss.to_output(state, as_quotient=False)
 
     def quotient_loss(
         self, params: Sequence[PyTree], batch: PyTree, *, rng: Any = None, model_state: Any = None
     ) -> Any:
         """Compute the loss as the call does; a quotient of sums is a `tracing.Quotient`."""
-        return self._compute_loss(params, batch, rng, model_state, as_quotient=True)
+        loss, state = self._compute_loss(params, batch, rng, model_state)
+        return loss.to_output(state, as_quotient=True)
 
     def _compute_loss(
-        self,
-        params: Sequence[PyTree],
-        batch: PyTree,
-        rng: Any,
-        model_state: Any,
-        *,
-        as_quotient: bool,
-    ) -> Any:
+        self, params: Sequence[PyTree], batch: PyTree, rng: Any, model_state: Any
+    ) -> tuple["Loss", PyTree]:
+        """Return the loss and the new model state; None for models without."""
         # `check_params` is too strict: leaves may be functions, as in an equinox module.
         self._check_count(params)
         microbatch = batch if rng is None else KeyedMicrobatch(batch, rng)
@@ -175,7 +171,7 @@ class LayeredModel(LossProgram):
         elif jax.tree.leaves(model_state):
             raise ValueError("`model_state` must be left out, since no layer takes `state`.")
         terms = whole(weights, x, microbatch)
-        return terms.loss(1).to_output(terms.state, as_quotient=as_quotient)
+        return terms.loss(1), terms.state
 
     def stage(
         self, start: int, end: int, runs: Sequence[Run] | None = None, *, loops: bool = True
@@ -236,9 +232,13 @@ class LayeredModel(LossProgram):
                 options["key"] = None if keyed is None else keyed.layer_key(index)
             if "state" not in takes:
                 return self.layers[first](params, x, **options), state
-            return self._checked_result(
-                first, self.layers[first](params, x, **options, state=state)
-            )
+            result = self.layers[first](params, x, **options, state=state)
+            if not isinstance(result, tuple) or len(result) != 2:
+                raise ValueError(
+                    f"`layers`: layer {first} takes `state` and must return (x, new state), got "
+                    f"{jax.tree.map(jnp.shape, result)}."
+                )
+            return result
 
         if run.count == 1:
             return layer(x, weights, state, first)
@@ -258,14 +258,6 @@ class LayeredModel(LossProgram):
             return y, new
 
         return lax.scan(step, x, (weights, state, first + jnp.arange(run.count)))
-
-    def _checked_result(self, index: int, result: Any) -> tuple[PyTree, PyTree]:
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise ValueError(
-                f"`layers`: layer {index} takes `state` and must return (x, new state), got "
-                f"{jax.tree.map(jnp.shape, result)}."
-            )
-        return result
 
     def equal_layers(self, one: int, other: int) -> bool:
         """Return whether two layers are the same function, called with the same keywords."""
@@ -301,8 +293,8 @@ class LayeredModel(LossProgram):
         if not isinstance(model_state, list | tuple) or len(model_state) != len(self.layers):
             got = len(model_state) if isinstance(model_state, list | tuple) else model_state
             raise ValueError(
-                f"`model_state` must be a list of one tree per layer, {len(self.layers)} of them, "
-                f"{{}} for layers that take no `state`, got {got!r}."
+                f"`model_state` must be a list of {len(self.layers)} trees, one per layer, {{}} "
+                f"without state, got {got!r}."
             )
         check_leaves("model_state", model_state, keys=True)
         return list(model_state)
@@ -339,10 +331,8 @@ class LayeredModel(LossProgram):
     def _check_count(self, params: Any) -> None:
         if not isinstance(params, Sequence) or len(params) != len(self.layers):
             got = len(params) if isinstance(params, Sequence) else type(params).__name__
-            raise ValueError(
-                f"`params` must be a sequence of one tree per layer, {len(self.layers)} of them, "
-                f"got {got}."
-            )
+            count = len(self.layers)
+            raise ValueError(f"`params` must be {count} trees, one per layer, got {got}.")
 
 
 def _types_of(tree: PyTree) -> Any:
@@ -363,8 +353,8 @@ def takes_of(layers: Sequence[Any], takes: Takes) -> tuple[tuple[str, ...], ...]
     is_form = isinstance(each, list | tuple) and len(each) == len(layers)
     if not is_form or not all(x is None or _are_names(x) for x in each):
         raise ValueError(
-            "`takes` must be names out of 'key' and 'state' for all layers, such as ('key',), or a "
-            f"list of one such tuple or None for each of the {len(layers)} layers, got {takes!r}."
+            "`takes` must be names of 'key' and 'state', such as ('key',), or a list of such names "
+            f"or None for each of {len(layers)} layers, got {takes!r}."
         )
     return tuple(_layer_keywords(i, *one) for i, one in enumerate(zip(layers, each, strict=True)))
 
@@ -389,12 +379,12 @@ def _layer_keywords(index: int, layer: Any, said: Collection[str] | None) -> tup
     taken = tuple(name for name in KEYWORDS if name in has)
     try:
         signature.bind(None, None, **dict.fromkeys(taken))
-    except TypeError:
+    except TypeError as error:
         call = ", ".join(["params", "x", *(f"{name}={name}" for name in taken)])
+        name = getattr(layer, "__name__", type(layer).__name__)
         raise ValueError(
-            f"`{'layers' if said is None else 'takes'}` must be such that layer {index} can be "
-            f"called as layer({call}), got {_name_of(layer)}, whose signature is "
-            f"{_short(signature)}."
+            f"`{'layers' if said is None else 'takes'}`: layer {index}, {name!r}, can't be called "
+            f"as layer({call}): {error}."
         ) from None
     return taken
 
@@ -408,16 +398,6 @@ def _names_in(signature: inspect.Signature, layer: Any) -> list[str]:
     return [name for name in named if name not in (*positional[:2], *bound)]
 
 
-def _name_of(layer: Any) -> str:
-    return getattr(layer, "__name__", type(layer).__name__)
-
-
-def _short(signature: inspect.Signature) -> str:
-    """Return a signature without the types of arguments, which may be long."""
-    bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    return str(signature.replace(parameters=bare, return_annotation=signature.empty))
-
-
 def check_leaves(argument: str, tree: PyTree, *, keys: bool = False) -> None:
     """Raise `ValueError` for a leaf that is not an array, a number or the type of an array.
 
@@ -426,15 +406,12 @@ def check_leaves(argument: str, tree: PyTree, *, keys: bool = False) -> None:
       tree: the value of the argument.
       keys: whether leaves may also be PRNG keys.
     """
-    check_arrays(f"`{argument}`", tree)
     leaves = zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)
     wrong = [(n, x) for n, x in leaves if not (_is_number(x) or (keys and _is_key(x)))]
     if wrong:
-        hint = ". Pass PRNG keys as `rng`, of which each layer that takes `key` gets its own."
         raise ValueError(
-            f"`{argument}` must hold arrays of numbers, got "
-            f"{', '.join(f'{_kind(x)} at {name!r}' for name, x in wrong)}"
-            f"{hint if any(_is_key(x) for _, x in wrong) else '.'}"
+            f"`{argument}` must hold arrays of numbers (pass a PRNG key as `rng`), got "
+            f"{', '.join(f'{_kind(x)} at {name!r}' for name, x in wrong)}."
         )
 
 
@@ -538,8 +515,8 @@ def loss_terms(value: Any) -> LossTerms:
     if not all(map(_is_scalar_or_pair, every)):
         kinds = jax.tree.map(_kind, value, is_leaf=lambda x: x is None)
         raise ValueError(
-            "`loss` must return a scalar, (sum, weight) whose quotient it is, or one of these with "
-            f"a dict of metrics that are such, got {kinds}."
+            "`loss` must return a scalar or a pair (sum, weight), or one of these and a dict of "
+            f"such metrics, got {kinds}."
         )
     check_loss("loss", loss[0] if isinstance(loss, tuple) else loss)
     total, weight = _pair(loss) if isinstance(loss, tuple) else (_floating(loss), None)

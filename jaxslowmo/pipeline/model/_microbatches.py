@@ -57,22 +57,21 @@ def split_microbatches(batch: PyTree, count: int, shares: Mapping[str, int]) -> 
     examples = max(sizes.values(), default=0)
     if not sizes or set(sizes.values()) - {1, examples}:
         raise ValueError(
-            "`batch` must have leaves whose leading dimension counts its examples, or is 1 where "
-            "all share them, got "
+            "`batch` must have leaves of one leading dimension, its examples, or of 1, got "
             f"{', '.join(f'{n}: {sizes.get(n)}' for n in named) or 'no leaves'}."
         )
     if not examples or examples % count:
         raise ValueError(
-            f"`schedule` has {count} microbatches, which must divide the batch of a replica, got "
-            f"{examples} examples."
+            f"`batch` must divide into the {count} microbatches of `schedule`, got {examples} "
+            "examples of a replica."
         )
     parts = 1
     for name, size in shares.items():
         parts *= size
         if examples // count % parts:
             raise ValueError(
-                f"`data_axes` {tuple(shares)} split each microbatch of {examples // count} "
-                f"examples in parts, which axis {name!r} of size {size} does not divide."
+                f"`data_axes` {tuple(shares)} must divide microbatches of {examples // count} "
+                f"examples, which {name!r} of size {size} does not."
             )
 
     def cut(x: Any) -> Any:

@@ -1,10 +1,9 @@
-"""Read from a program whether it computes each element of a leaf from the same elements alone.
+"""Run an optax transform on the leaves of each stage: a part of its program for the model.
 
-A program is followed from its inputs to its outputs; nothing is run. Each value gets the number of
-the expression that computes one of its elements: equal numbers mean equal expressions, also between
+A program that treats all elements alike runs on the buffers. `ElementReader` finds this out: it
+follows a program from its inputs to its outputs and runs nothing. Each value gets the number of the
+expression that computes one of its elements: equal numbers mean equal expressions, also between
 programs for leaves of other shapes.
-
-Run an optax transform on the leaves of each stage: a part of its program for the model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -252,12 +251,12 @@ class StagePacking(BufferPacking):
         if not jax.sharding.get_abstract_mesh().empty:
             return tree  # the caller has mapped axes, and places the state
         automatic = frozenset(self.mesh.abstract_mesh.auto_axes)
-        if self.axis_name not in automatic:  # jax 0.12 makes zeros like parameters replicated
-            return jax.tree.map(self._reshard_buffers, tree, is_leaf=_has_buffers)
 
         def place(x: Any) -> Any:
-            if not isinstance(x, Staged):
+            if not _has_buffers(x):
                 return x
+            if self.axis_name not in automatic:  # jax 0.12 makes zeros like parameters replicated
+                return x.packing.wrap_buffers(x.packing.reshard_explicit(x.buffers))
             specs = x.packing.specs
             shardings = {n: NamedSharding(self.mesh, restrict_spec(specs[n], automatic)) for n in x}
             return x.packing.wrap_buffers(
@@ -265,12 +264,6 @@ class StagePacking(BufferPacking):
             )
 
         return jax.tree.map(place, tree, is_leaf=_has_buffers)
-
-    def _reshard_buffers(self, x: Any) -> Any:
-        """Return a `Staged` tree with types sharded over Explicit axes; others as they are."""
-        return (
-            x.packing.wrap_buffers(x.packing.reshard_explicit(x.buffers)) if _has_buffers(x) else x
-        )
 
     def stage_tree(self, buffers: Buffers, stage: int, keeps_parts: bool) -> PyTree:
         """Return the tree of a stage, laid out over the axes that the compiler handles.
@@ -401,8 +394,8 @@ class _ModelProgram(NamedTuple):
         # Transforms ask whether values have types of mapped axes, as that of the stages will be.
         bound = [(packing.axis_name, packing.num_stages)] if packing.num_stages > 1 else None
         closed, results = jax.make_jaxpr(model_fn, axis_env=bound, return_shape=True)(*trees)
-        found, structure = jax.tree.flatten(results, is_leaf=is_like)
-        after = tuple(packing.for_tree(x) if is_like(x) else None for x in found)
+        nodes_after, structure = jax.tree.flatten(results, is_leaf=is_like)
+        after = tuple(packing.for_tree(x) if is_like(x) else None for x in nodes_after)
         return cls(
             packing=packing,
             argument=argument,
@@ -410,8 +403,8 @@ class _ModelProgram(NamedTuple):
             before=before,
             inputs=tuple(_places(packing.outer, before, trees)),
             after=after,
-            shared=[type_text(x) for x in found if not is_like(x)],
-            outputs=tuple(_places(packing.outer, after, found)),
+            shared=[type_text(x) for x in nodes_after if not is_like(x)],
+            outputs=tuple(_places(packing.outer, after, nodes_after)),
             structure=structure,
             instead=alternatives_to(args),
         )
@@ -447,18 +440,18 @@ class _ModelProgram(NamedTuple):
             if at.position is not None and (x.combines or x.leaf not in (None, own)):
                 return False, False
         try:
-            program, found = jax.make_jaxpr(fn, return_shape=True)(*args)
+            program, result = jax.make_jaxpr(fn, return_shape=True)(*args)
         except Exception:  # it may not know what to do with buffers
             return True, False
-        found = jax.tree.leaves(found, is_leaf=_has_buffers)
-        after = [x.packing if _has_buffers(x) else None for x in found]
-        shared = [x for x in found if not _has_buffers(x)]
+        result = jax.tree.leaves(result, is_leaf=_has_buffers)
+        after = [x.packing if _has_buffers(x) else None for x in result]
+        shared = [x for x in result if not _has_buffers(x)]
         if after != list(self.after) or list(map(type_text, shared)) != self.shared:
             return True, False
-        before, results_of_buffers = ([*_places_of_buffers(x)] for x in (nodes, found))
-        known = numbers(self.outputs, [leaf.buffer for leaf, *_ in self.packing.leaves], results)
+        before, results_of_buffers = ([*_places_of_buffers(x)] for x in (nodes, result))
+        of_model = numbers(self.outputs, [leaf.buffer for leaf, *_ in self.packing.leaves], results)
         names = sorted(self.packing.axes)
-        return True, known == numbers(results_of_buffers, names, values(before, program))
+        return True, of_model == numbers(results_of_buffers, names, values(before, program))
 
     def part(self, stage: int) -> _Part:
         """Return the part of the program that gives the results for a stage's leaves.
@@ -581,9 +574,8 @@ class _OtherStagesError(ValueError):
 
     def __init__(self, argument: str, why: str, instead: str) -> None:
         super().__init__(
-            f"`{argument}` must not hold a transform whose result for a leaf, or whose state, "
-            "depends on leaves of other stages, since each stage of a pipeline updates its own "
-            f"leaves: {why}. {instead}"
+            f"`{argument}` must not hold a transform whose update of a leaf depends on leaves of "
+            f"other stages: {why}. {instead}"
         )
 
 

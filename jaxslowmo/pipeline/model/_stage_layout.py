@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import PyTree
-from ...mesh import axis_names
+from ...mesh import axis_names, leaf_specs
 from ...tree import Leaf, LeafPlace, Staged, in_model_form, leaf_names, type_text
 from ._layered import LayeredModel, Run
 from ._optimizer import StagePacking
@@ -45,22 +45,18 @@ def model_blocks(
         in no block or in several.
     """
     count = num_stages * num_chunks
-    of_chunks = f" * {num_chunks} chunks" if num_chunks > 1 else ""
     if count > num_layers:
         raise ValueError(
-            f"`schedule` has {num_stages} stages{of_chunks} and the model {num_layers} layers: "
-            "every stage needs at least one layer."
+            "`schedule` must have a layer for each stage and chunk, got "
+            f"{num_stages} stages * {num_chunks} chunks for {num_layers} layers."
         )
     blocks = _blocks_of(parts, num_stages, num_chunks)
-    for block in blocks:
-        if block.start >= block.end:
-            raise ValueError(f"`parts` has a stage without layers, [{block.start}, {block.end}).")
     ends = [0, *(block.end for block in blocks)]
     starts = [*(block.start for block in blocks), num_layers]
-    if ends != starts:
+    if ends != starts or any(block.start >= block.end for block in blocks):
         raise ValueError(
-            f"`parts` must cover the {num_layers} layers of the model once each, in order, got "
-            f"{', '.join(f'[{b.start}, {b.end})' for b in blocks)}."
+            f"`parts` must cover the {num_layers} layers once each, in order, and have no empty "
+            f"stage, got {', '.join(f'[{b.start}, {b.end})' for b in blocks)}."
         )
     return tuple(blocks)
 
@@ -205,21 +201,9 @@ class StageLayout:
             places = [self.packing.places[i][0] for i in positions]
             specs = [place.leaf.spec for place in places]
             if len(set(specs)) > 1:
-                raise ValueError(
-                    f"`param_specs` must be equal for tied leaves, got {specs} for {group}."
-                )
+                raise ValueError(f"`param_specs` must be equal in {group}, got {specs}.")
             groups.append(places)
         return groups
-
-    @property
-    def counted(self) -> Staged:
-        """A mask for each buffer: the elements that a norm of all parameters counts.
-
-        Of tied parameters it has only the first copy. A mask broadcasts to its buffer; it is None
-        for a buffer without further copies. `js.clip_by_global_norm` counts in this way by itself.
-        """
-        copies = {name: self.packing.tied_copy_mask(name, np) for name in self.packing.axes}
-        return self.packing.wrap_buffers({n: None if x is None else ~x for n, x in copies.items()})
 
     def stack(self, params: Sequence[PyTree]) -> Staged:
         """Return one tree of all stages, from one tree per layer.
@@ -263,36 +247,9 @@ class StageLayout:
             )
         return self.packing.model_tree(dict(buffers.items()))
 
-    def stack_like(self, tree: PyTree) -> PyTree:
-        """Return `tree` with every part that mirrors the parameters stacked, such as moments.
-
-        Leaves may have further dimensions before their own, such as replicas. Their number is taken
-        from a part whose leaves end in the shapes of the parameters. NumPy arrays stay on the host.
-        """
-        nodes, structure = jax.tree.flatten(tree, is_leaf=self.packing.matches_params)
-        num_lead = max(map(self._num_lead, filter(self.packing.matches_params, nodes)), default=0)
-        return structure.unflatten([self._stack_part(x, num_lead) for x in nodes])
-
     def unstack_like(self, tree: PyTree) -> PyTree:
-        """Undo `stack_like`: return the tree with every stacked part as one tree per layer."""
+        """Return `tree` with each part in buffers, such as moments, as one tree per layer."""
         return in_model_form(tree)
-
-    def _num_lead(self, tree: PyTree) -> int:
-        """Return the number of leading dimensions; 0 for shapes that are not the parameters'."""
-        counts = set()
-        for part, (leaf,) in zip(
-            self.packing.outer.flatten_up_to(tree), self.packing.leaves, strict=True
-        ):
-            for x in jax.tree.leaves(part):
-                lead = np.ndim(x) - len(leaf.shape)
-                counts.add(lead if lead >= 0 and np.shape(x)[lead:] == leaf.shape else 0)
-        return counts.pop() if len(counts) == 1 else 0
-
-    def _stack_part(self, x: Any, num_lead: int) -> Any:
-        if not self.packing.matches_params(x) or not jax.tree.leaves(x):
-            return x
-        types = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[num_lead:], a.dtype), x)
-        return self.packing.for_tree(types).stack(x, num_lead)
 
 
 def _leaves_of(
@@ -303,24 +260,11 @@ def _leaves_of(
     Raises:
       ValueError: specs that don't fit the parameters.
     """
-    prefix = P() if param_specs is None else param_specs
-    try:
-        every = jax.tree.broadcast(prefix, list(params), is_leaf=_is_spec)
-    except ValueError as error:
-        raise ValueError(
-            "`param_specs` must be a list of one tree of PartitionSpec per layer, or a prefix of "
-            f"it: {error}"
-        ) from None
-    by_layer = []
-    for layer, specs in zip(params, every, strict=True):
-        flat = jax.tree.leaves(specs, is_leaf=_is_spec)
-        leaves = zip(leaf_names(layer), jax.tree.leaves(layer), flat, strict=True)
-        by_layer.append([_leaf(*leaf, sizes) for leaf in leaves])
+    specs, by_layer = iter(leaf_specs(param_specs, list(params))), []
+    for layer in params:
+        named = zip(leaf_names(layer), jax.tree.leaves(layer), strict=True)
+        by_layer.append([_leaf(name, x, next(specs), sizes) for name, x in named])
     return by_layer
-
-
-def _is_spec(x: Any) -> bool:
-    return isinstance(x, P)
 
 
 def _leaf(name: str, x: Any, spec: P, sizes: Sequence[tuple[str, int]]) -> Leaf:
@@ -332,10 +276,9 @@ def _leaf(name: str, x: Any, spec: P, sizes: Sequence[tuple[str, int]]) -> Leaf:
         spec = P(*spec[:-1])
     named = {axis for entry in spec for axis in axis_names(entry or ())}
     if unknown := sorted(named - set(dict(sizes))):
-        others = ", ".join(repr(axis) for axis, _ in sizes) or "none"
         raise ValueError(
-            f"`param_specs` names axis {unknown[0]!r} at {name!r}; leaves may be sharded over "
-            f"the axes of `mesh` inside a stage: {others}."
+            f"`param_specs` must name axes of `mesh` inside a stage, {list(dict(sizes))}, got "
+            f"{unknown[0]!r} at {name!r}."
         )
     shape = jnp.shape(x)
     for size, entry in zip(shape, spec, strict=False):
@@ -343,8 +286,8 @@ def _leaf(name: str, x: Any, spec: P, sizes: Sequence[tuple[str, int]]) -> Leaf:
         parts = math.prod(dict(sizes)[axis] for axis in names)
         if size % parts:
             raise ValueError(
-                f"`param_specs` has {spec} for {name!r} of shape {list(shape)}, whose "
-                f"dimension of {size} does not divide by the {parts} devices along {names}."
+                f"`param_specs` has {spec} for {name!r} of shape {list(shape)}: its dimension of "
+                f"{size} does not divide by the {parts} devices along {names}."
             )
     return Leaf.from_array(x, spec, sizes)
 

@@ -45,14 +45,12 @@ def as_ties(tied: Any, num_layers: int) -> Ties:
 
 
 def _as_leaf(leaf: Any, num_layers: int) -> TiedLeaf:
-    is_pair = isinstance(leaf, tuple | list) and len(leaf) == 2
-    if not is_pair or not isinstance(leaf[0], int) or not isinstance(leaf[1], str):
+    is_pair = isinstance(leaf, tuple | list) and list(map(type, leaf)) == [int, str]
+    if not is_pair or not 0 <= leaf[0] < num_layers:
         raise ValueError(
-            '`tied` must hold groups of (layer, path) such as ((0, "table"), (9, "table")), got '
-            f"{leaf!r}."
+            f'`tied` must hold groups of (layer, path) such as (0, "table"), with layers below '
+            f"{num_layers}, got {leaf!r}."
         )
-    if not 0 <= leaf[0] < num_layers:
-        raise ValueError(f"`tied` names layer {leaf[0]}; the model has {num_layers} layers.")
     return leaf[0], leaf[1]
 
 
@@ -167,16 +165,6 @@ def has_prefix(outer: Any, x: Any) -> bool:
     return True
 
 
-def map_param_trees(outer: Any, tree: PyTree, change: Callable[[list[Any]], list[Any]]) -> PyTree:
-    """Return `tree` with the parts of each tree like the parameters in it replaced by `change`."""
-
-    def one(x: Any) -> Any:
-        return outer.unflatten(change(outer.flatten_up_to(x))) if is_like(x) else x
-
-    is_like = partial(has_prefix, outer)
-    return jax.tree.map(one, tree, is_leaf=is_like)
-
-
 def tied_transform(
     groups_of: Callable[[PyTree], Groups], tx: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
@@ -189,9 +177,15 @@ def tied_transform(
     inner = optax.with_extra_args_support(tx)
 
     def map_copies(tree: PyTree, params: PyTree, change: TiedMap) -> PyTree:
-        outer = jax.tree.structure(params)
-        held = range(outer.num_leaves)
-        return map_param_trees(outer, tree, lambda parts: change(parts, groups_of(params), held))
+        outer, groups = jax.tree.structure(params), groups_of(params)
+        held, is_like = range(outer.num_leaves), partial(has_prefix, outer)
+
+        def one(x: Any) -> Any:
+            return (
+                outer.unflatten(change(outer.flatten_up_to(x), groups, held)) if is_like(x) else x
+            )
+
+        return jax.tree.map(one, tree, is_leaf=is_like)
 
     def init(params: PyTree) -> PyTree:
         return map_copies(

@@ -1,8 +1,7 @@
 """Make a schedule from the name of its kind, or from a table in torch's notation."""
 
-import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -34,30 +33,21 @@ def by_name(
       `KINDS[kind](num_stages, num_microbatches, ...)`.
 
     Raises:
-      ValueError: an unknown kind, an option that the kind lacks, or a value that it refuses.
+      ValueError: an unknown kind, or a value that it refuses.
+      TypeError: an option that the kind lacks.
 
     Example:
       >>> by_name("one_f_one_b", 2, 2).orders()
       ['0F0,0F1,0B0,0B1', '1F0,1B0,1F1,1B1']
     """
     if kind not in KINDS:
-        raise ValueError(f"unknown kind of schedule {kind!r}; the kinds are {', '.join(KINDS)}.")
+        raise ValueError(f"`kind` must be one of {', '.join(KINDS)}, got {kind!r}.")
     if num_chunks is not None:
-        options = {"num_chunks": num_chunks, **options}
-    parameters = list(inspect.signature(KINDS[kind]).parameters)[2:]
-    unknown = [option for option in options if option not in parameters]
-    if unknown:
-        raise ValueError(
-            f"{kind} has no option {_quote_names(unknown)}; it has {_quote_names(parameters)}."
-        )
+        options["num_chunks"] = num_chunks
     return KINDS[kind](num_stages, num_microbatches, **options)
 
 
-def _quote_names(names: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-_KINDS: dict[str, Kind] = {letter: kind for kind, letter in TORCH_LETTERS.items()}
+_KIND_OF_LETTER: dict[str, Kind] = {letter: kind for kind, letter in TORCH_LETTERS.items()}
 _OPERATION = re.compile(r"(\d+)([FIWB])(\d+)")
 _OVERLAP = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 _Parsed = tuple[Kind, int, int]  # kind, stage of the model, microbatch
@@ -90,10 +80,7 @@ def from_table(
     """
     is_text = isinstance(rows, list | tuple) and all(isinstance(row, str) for row in rows)
     if not is_text or not any(row.strip(",") for row in rows):
-        raise ValueError(
-            "`rows` must be a list of strings, the operations of each device stage as "
-            f"`Schedule.orders` prints them, got {rows!r}."
-        )
+        raise ValueError(f"`rows` must be strings as `Schedule.orders` returns them, got {rows!r}.")
     parsed = [
         [_read_cell(text, column, stage) for column, text in enumerate(row.split(","))]
         for stage, row in enumerate(rows)
@@ -120,10 +107,10 @@ def _read_cell(text: str, column: int, stage: int) -> list[_Parsed]:
     matches = [m for m in map(_OPERATION.fullmatch, words) if m]
     if len(matches) < len(words):
         raise ValueError(
-            f"`rows`: {text!r} in column {column} of stage {stage} is no operation: stage of "
-            "the model, one of F, I, W, B, microbatch, as 3I0; two as (0F3;3B1)OVERLAP_F_B."
+            f"`rows`: column {column} of stage {stage} must be empty or such as 3I0, with F, I, W "
+            f"or B, or (0F3;3B1)OVERLAP_F_B, got {text!r}."
         )
-    return [(_KINDS[m[2]], int(m[1]), int(m[3])) for m in matches]
+    return [(_KIND_OF_LETTER[m[2]], int(m[1]), int(m[3])) for m in matches]
 
 
 def _placement(rows: Sequence[Sequence[Sequence[_Parsed]]]) -> tuple[int, ...]:
@@ -132,10 +119,8 @@ def _placement(rows: Sequence[Sequence[Sequence[_Parsed]]]) -> tuple[int, ...]:
     for stage, row in enumerate(rows):
         for _, k, _ in (operation for cell in row for operation in cell):
             if stage_of.setdefault(k, stage) != stage:
-                raise ValueError(
-                    f"`rows`: stage {k} of the model is in the rows of stages {stage_of[k]} and "
-                    f"{stage}; one of them must hold all of it."
-                )
+                both = f"{stage_of[k]} and {stage}"
+                raise ValueError(f"`rows`: stage {k} of the model is in two rows, {both}.")
     for k in range(max(stage_of)):
         if k not in stage_of:
             raise ValueError(f"`rows`: no row holds stage {k} of the model.")

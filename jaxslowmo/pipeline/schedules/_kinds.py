@@ -1,18 +1,11 @@
-"""The basic schedules, GPipe and 1F1B, and the helpers that build the table of any schedule.
-
-The interleaved schedule: several chunks per stage, alternating one F and one backward pass.
-
-The zero-bubble schedules: the gradient of the input first, that of the weights when idle.
-
-The ZB-V schedule: two chunks per stage in the shape of a V, with separate B and W.
-"""
+"""The schedules of the papers: GPipe, 1F1B, interleaved, zero-bubble and ZB-V."""
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from ..._support.checks import checks_flags
-from ._operations import Kind, Operation, as_sizes, check_chunks
+from ._operations import Kind, Operation, check_chunks, checked_sizes
 from ._schedule import Schedule
 
 
@@ -46,11 +39,6 @@ def round_robin(num_stages: int, num_chunks: int) -> tuple[int, ...]:
     return tuple(range(num_stages)) * num_chunks
 
 
-def v_placement(num_stages: int) -> tuple[int, ...]:
-    """Return the placement of two chunks, down the stages and back up: stage 0 has both ends."""
-    return (*range(num_stages), *reversed(range(num_stages)))
-
-
 @checks_flags("schedules.gpipe")
 def gpipe(
     num_stages: int, num_microbatches: int, num_chunks: int = 1, *, forward_only: bool = False
@@ -73,7 +61,9 @@ def gpipe(
     Raises:
       ValueError: a size below 1.
     """
-    num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
+    num_stages, num_microbatches, num_chunks = checked_sizes(
+        num_stages, num_microbatches, num_chunks
+    )
     forward = [RowEntry("F", c, i) for c in range(num_chunks) for i in range(num_microbatches)]
     backward = [
         RowEntry("BW", c, i) for c in reversed(range(num_chunks)) for i in range(num_microbatches)
@@ -105,7 +95,9 @@ def one_f_one_b(
 
     Source: Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, arXiv 2006.09503.
     """
-    num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
+    num_stages, num_microbatches, num_chunks = checked_sizes(
+        num_stages, num_microbatches, num_chunks
+    )
     check_chunks("one_f_one_b", num_chunks, 1, "use 'interleaved' for more")
     rows = [
         _stage_row(num_microbatches, num_stages - 1 - stage, forward_only)
@@ -157,7 +149,9 @@ def interleaved(
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters,
       arXiv 2104.04473, section 2.2.
     """
-    num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
+    num_stages, num_microbatches, num_chunks = checked_sizes(
+        num_stages, num_microbatches, num_chunks
+    )
     if num_microbatches % num_stages:
         raise ValueError(
             "interleaved: `num_microbatches` must be a multiple of `num_stages` "
@@ -231,7 +225,9 @@ def zero_bubble(
     Source: Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2. Its automatic
       scheduler with twice the memory (ZB-2p) is not implemented.
     """
-    num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
+    num_stages, num_microbatches, num_chunks = checked_sizes(
+        num_stages, num_microbatches, num_chunks
+    )
     check_chunks("zero_bubble", num_chunks, 1, "use 'zbv' for two")
     if isinstance(memory, bool) or memory not in (1, 2):
         raise ValueError(f"`memory` must be 1 (ZB-H1) or 2 (ZB-H2), got {memory!r}.")
@@ -277,7 +273,9 @@ def zbv(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule
 
     Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
     """
-    num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
+    num_stages, num_microbatches, num_chunks = checked_sizes(
+        num_stages, num_microbatches, num_chunks
+    )
     check_chunks("zbv", num_chunks, 2, "a V has two arms")
     # The rows are made for enough microbatches to fill the V; operations of microbatches that the
     # step does not have become idle cells.
@@ -286,7 +284,8 @@ def zbv(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> Schedule
         [step if step and step.microbatch < num_microbatches else None for step in row]
         for row in (_zbv_row(stage, num_stages, full) for stage in range(num_stages))
     ]
-    return build("zbv", rows, num_microbatches, v_placement(num_stages))
+    down_and_up = (*range(num_stages), *reversed(range(num_stages)))
+    return build("zbv", rows, num_microbatches, down_and_up)
 
 
 def _zbv_row(stage: int, num_stages: int, num_microbatches: int) -> list[RowEntry | None]:

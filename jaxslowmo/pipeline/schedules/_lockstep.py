@@ -7,7 +7,7 @@ import numpy as np
 
 from ..._support.checks import checked_int
 from ._kinds import RowEntry, build, gpipe, interleaved, one_f_one_b, round_robin, zero_bubble
-from ._operations import Costs, CostTable, Kind, as_sizes, as_time, cost_table
+from ._operations import Costs, CostTable, Kind, as_time, checked_sizes, cost_table
 from ._schedule import Schedule
 
 _KINDS: tuple[Kind, ...] = ("F", "B", "W")
@@ -77,22 +77,17 @@ def lockstep(
     Raises:
       ValueError: a size below 1, a limit below num_chunks, or times that `simulate` refuses.
     """
-    num_stages, num_microbatches, num_chunks = as_sizes(num_stages, num_microbatches, num_chunks)
+    num_stages, num_microbatches, num_chunks = checked_sizes(
+        num_stages, num_microbatches, num_chunks
+    )
     if most_stash is None:
         most_stash = num_chunks * (2 * num_stages - 1)
     elif checked_int("`most_stash`", most_stash, 1) < num_chunks:
         raise ValueError(
-            "`most_stash` must have room for a microbatch of each of the chunks, "
-            f"{num_chunks}, got {most_stash}."
+            f"`most_stash` must be at least `num_chunks`={num_chunks}, got {most_stash}."
         )
     placement = round_robin(num_stages, num_chunks)
-    costs = cost_table(
-        placement,
-        num_stages,
-        forward=forward,
-        backward_input=backward_input,
-        backward_weight=backward_weight,
-    )
+    costs = cost_table(placement, num_stages, forward, backward_input, backward_weight)
     sizes = num_stages, num_microbatches, num_chunks
     problem = _Problem(*sizes, costs, as_time("send", send), int(most_stash))
     # If all kinds of operations take equally long, many tables tie that differ as soon as the times

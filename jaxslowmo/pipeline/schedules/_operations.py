@@ -1,9 +1,5 @@
-"""The operations of a schedule: checks of a table, dependencies, and an order that keeps them.
+"""The operations of a schedule: their dependencies, an order that keeps these, and their times."""
 
-Simulate how long a table takes: each stage as soon as it can, or all stages in lockstep.
-"""
-
-import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +8,9 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ..._support.checks import checked_int
+from ..._support.checks import as_number, checked_int
 
 Kind = Literal["F", "B", "W", "BW"]
-KINDS_OF_OPERATION: tuple[Kind, ...] = ("F", "B", "W", "BW")
 TORCH_LETTERS: dict[Kind, str] = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 """torch's letters: I is the gradient of the input, W that of the weights, B is both at once."""
 _MEANING = {
@@ -37,11 +32,6 @@ class Operation(NamedTuple):
     stage: int
     chunk: int
     microbatch: int
-
-    @property
-    def letter(self) -> str:
-        """torch's letter of its kind: F, I, W or B."""
-        return TORCH_LETTERS[self.kind]
 
 
 Cell = tuple[Operation, ...]
@@ -100,11 +90,14 @@ class PlacedOperation(NamedTuple):
     @property
     def letters(self) -> str:
         """The operation in torch's notation, such as "3I0" on stage 3 of the model."""
-        return f"{self.model_stage}{self.operation.letter}{self.operation.microbatch}"
+        return f"{self.model_stage}{TORCH_LETTERS[self.operation.kind]}{self.operation.microbatch}"
 
 
-def as_sizes(num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[int, int, int]:
-    """Return the sizes of a schedule, each an int >= 1."""
+# Checks of a table.
+
+
+def checked_sizes(num_stages: int, num_microbatches: int, num_chunks: int) -> tuple[int, int, int]:
+    """Return the sizes of a schedule, each an int >= 1, or raise `ValueError`."""
     return (
         checked_int("`num_stages`", num_stages, 1),
         checked_int("`num_microbatches`", num_microbatches, 1),
@@ -132,15 +125,29 @@ def check_cells(
       model_stages: the stages of the model that each device stage holds, by chunk.
       num_microbatches: the number of microbatches of a step.
     """
-    limits = {"chunk": len(model_stages[0]), "microbatch": num_microbatches}
+    num_chunks = len(model_stages[0])
     seen: Counter[tuple[str, int, int]] = Counter()
     for stage, row in enumerate(cells):
         for cell in row:
-            _check_cell(name, stage, cell, limits)
-            for kinds, _, chunk, microbatch in cell:
+            in_cell = [operation.kind for operation in cell]
+            if len(cell) > 1 and in_cell not in (["F", "B"], ["F", "BW"]):
+                raise ValueError(
+                    f"{name}: operations that share a column must be an F and then a B or BW, got "
+                    f"{in_cell} on stage {stage}."
+                )
+            for operation in cell:
+                kinds, of_stage, chunk, microbatch = operation
+                is_valid = kinds in TORCH_LETTERS and of_stage == stage
+                in_range = 0 <= chunk < num_chunks and 0 <= microbatch < num_microbatches
+                if not (is_valid and in_range):
+                    raise ValueError(
+                        f"{name}: operations of stage {stage} must be of kind F, B, W, BW, "
+                        f"`chunk` < {num_chunks}, `microbatch` < {num_microbatches}, got "
+                        f"{operation}."
+                    )
                 seen.update((kind, model_stages[stage][chunk], microbatch) for kind in kinds)
     kinds = "FBW" if any(kind != "F" for kind, _, _ in seen) else "F"
-    every = range(len(cells) * len(model_stages[0])), range(num_microbatches), kinds
+    every = range(len(cells) * num_chunks), range(num_microbatches), kinds
     for model_stage, microbatch, kind in product(*every):
         count = seen[kind, model_stage, microbatch]
         if count != 1:
@@ -148,29 +155,6 @@ def check_cells(
                 f"{name}: {_MEANING[kind]} of microbatch {microbatch} on stage {model_stage} of "
                 f"the model must be in the table once, not {count} times."
             )
-
-
-def _check_cell(name: str, stage: int, cell: Cell, limits: dict[str, int]) -> None:
-    kinds = [operation.kind for operation in cell]
-    if len(kinds) > 2 or (len(kinds) == 2 and not (kinds[0] == "F" and kinds[1] in ("B", "BW"))):
-        raise ValueError(
-            f"{name}: operations that share a column must be an F and a B or BW after it, "
-            f"got {kinds} on stage {stage}."
-        )
-    for operation in cell:
-        if operation.kind not in KINDS_OF_OPERATION:
-            raise ValueError(
-                f"{name}: unknown kind {operation.kind!r} of {operation}; the kinds are "
-                f"{', '.join(KINDS_OF_OPERATION)}."
-            )
-        if operation.stage != stage:
-            raise ValueError(
-                f"{name}: the row of stage {stage} holds an operation of stage "
-                f"{operation.stage}: {operation}."
-            )
-        for field, limit in limits.items():
-            if not 0 <= getattr(operation, field) < limit:
-                raise ValueError(f"{name}: `{field}` must be in 0 .. {limit - 1}, got {operation}.")
 
 
 def topological_order(
@@ -211,12 +195,14 @@ def topological_order(
         holder = placement[needed.model_stage]
         waits, blocks = (rows[row][positions[row]].letters for row in (stage, holder))
         what = next(placed.letters for placed in rows[holder] if placed.gives == needed)
-        blocker = f"{waits} itself" if holder == stage else f"{blocks}, which waits, too"
         raise ValueError(
-            f"{name}: the table deadlocks: stage {stage} waits at {waits} for {what}, which "
-            f"is on stage {holder} after {blocker}."
+            f"{name}: the table deadlocks: stage {stage} waits at {waits} for {what}, which is on "
+            f"stage {holder} after {blocks}."
         )
     return order
+
+
+# Times.
 
 
 Costs = float | Sequence[float]
@@ -236,20 +222,19 @@ class CostTable(NamedTuple):
         return sum(times[part][model_stage] for part in kind)
 
 
-def cost_table(placement: tuple[int, ...], num_stages: int, **times: Costs) -> CostTable:
+def cost_table(placement: tuple[int, ...], num_stages: int, *times: Costs) -> CostTable:
     """Return the times of each stage of the model.
 
     Args:
       placement: the device stage of each stage of the model.
       num_stages: number of device stages.
-      **times: the fields of `CostTable`, each in a form that `Costs` allows.
+      *times: the fields of `CostTable`, in order, each in a form that `Costs` allows.
 
     Raises:
       ValueError: times that are not finite, or negative, or all 0.
     """
-    table = CostTable(
-        **{name: _per_model_stage(name, x, placement, num_stages) for name, x in times.items()}
-    )
+    named = zip(CostTable._fields, times, strict=True)
+    table = CostTable._make(_per_model_stage(n, x, placement, num_stages) for n, x in named)
     if not any(map(sum, table)):
         raise ValueError("`forward`, `backward_input` and `backward_weight` must not all be 0.")
     return table
@@ -257,13 +242,8 @@ def cost_table(placement: tuple[int, ...], num_stages: int, **times: Costs) -> C
 
 def as_time(argument: str, value: object) -> float:
     """Return `value` as a float; raise `ValueError` unless it is a finite number >= 0."""
-    try:
-        if isinstance(value, str | bytes):
-            raise TypeError
-        time = float(value)  # pyright: ignore[reportArgumentType]
-    except (TypeError, ValueError):
-        time = math.nan
-    if not (math.isfinite(time) and time >= 0):
+    time = as_number(value)
+    if time is None or time < 0:
         raise ValueError(f"`{argument}` must be a finite time >= 0, got {value!r}.")
     return time
 
@@ -280,8 +260,8 @@ def _per_model_stage(
     if len(times) == num_stages:
         return tuple(times[stage] / num_chunks for stage in placement)
     raise ValueError(
-        f"`{argument}` must be one time, one per device stage ({num_stages}) or one per stage of "
-        f"the model ({len(placement)}), got {len(times)} of them."
+        f"`{argument}` must be one time, {num_stages} (one per device stage) or {len(placement)} "
+        f"(one per stage of the model), got {len(times)}."
     )
 
 

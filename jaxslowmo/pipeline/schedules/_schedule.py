@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 from ._operations import (
     Cell,
@@ -14,9 +14,9 @@ from ._operations import (
     PlacedOperation,
     Simulation,
     Tick,
-    as_sizes,
     as_time,
     check_cells,
+    checked_sizes,
     cost_table,
     simulate_free,
     simulate_lockstep,
@@ -55,7 +55,7 @@ class Schedule:
     lockstep: bool = False
 
     def __post_init__(self) -> None:
-        num_stages, num_microbatches, num_chunks = as_sizes(
+        num_stages, num_microbatches, num_chunks = checked_sizes(
             self.num_stages, self.num_microbatches, self.num_chunks
         )
         if Counter(self.placement) != dict.fromkeys(range(num_stages), num_chunks):
@@ -70,10 +70,9 @@ class Schedule:
         if self.lockstep and (early := _find_too_early(self._placed_cells, self.placement)):
             placed, needed = early
             raise ValueError(
-                f"{self.name}: the columns of a table for lockstep are ticks, but {placed.letters} "
-                f"of stage {placed.operation.stage} needs {needed.kind} of microbatch "
-                f"{needed.microbatch} on stage {needed.model_stage} of the model, which is in "
-                "no earlier column."
+                f"{self.name}: columns for lockstep are ticks, so {placed.letters} needs "
+                f"{needed.kind} of microbatch {needed.microbatch} on stage {needed.model_stage} in "
+                "an earlier column."
             )
 
     @cached_property
@@ -111,54 +110,30 @@ class Schedule:
         return self.model_stages[operation.stage][operation.chunk]
 
     @cached_property
-    def in_order(self) -> tuple[Operation, ...]:
-        """All operations, each after those it depends on: an order for a single dispatcher."""
-        return tuple(placed.operation for placed in self._order)
-
-    @cached_property
     def stash(self) -> tuple[int, ...]:
         """The most microbatches that each device stage holds at once for the backward pass.
 
         A microbatch of a chunk is held from the start of its F until the end of its W (or BW). A
         forward-only table holds none.
         """
-        return self.most_held([1] * self.num_model_stages, [0] * self.num_model_stages)
-
-    def most_held(self, left: Sequence[int], kept: Sequence[int]) -> tuple[int, ...]:
-        """Return the most that each device stage holds at once of what F and B store.
-
-        Args:
-          left: amount that F of each stage of the model stores until W (or BW) is done.
-          kept: amount that B of each stage of the model stores for W.
-
-        Returns:
-          Amounts in the unit of both arguments; 0 for a forward-only table.
-        """
         if self.forward_only:
             return (0,) * self.num_stages
-        most = []
-        for row in self.rows:
-            now = peak = 0
-            for operation in filter(None, row):
-                k = self.model_stage(operation)
-                now += {"F": left[k], "B": kept[k]}.get(operation.kind, 0)
-                peak = max(peak, now)
-                now -= {"W": left[k] + kept[k], "BW": left[k]}.get(operation.kind, 0)
-            most.append(peak)
-        return tuple(most)
+        change = {"F": 1, "B": 0, "W": -1, "BW": -1}
+        held = (accumulate(change[op.kind] for op in filter(None, row)) for row in self.rows)
+        return tuple(map(max, held))
 
     @cached_property
     def sends(self) -> tuple[int, ...]:
         """The number of messages that each device stage sends to others in a step."""
-        senders = Counter(op.stage for op in self.in_order if self.is_sent(op))
+        needs = (
+            (placed.operation.stage, needed) for placed in self._order for needed in placed.needs
+        )
+        senders = Counter(
+            self.placement[needed.model_stage]
+            for stage, needed in needs
+            if self.placement[needed.model_stage] != stage
+        )
         return tuple(senders[stage] for stage in range(self.num_stages))
-
-    def is_sent(self, operation: Operation) -> bool:
-        """Return whether another device stage needs the result of `operation`."""
-        after = self.model_stage(operation) + (1 if operation.kind == "F" else -1)
-        if operation.kind == "W" or not 0 <= after < self.num_model_stages:
-            return False
-        return self.placement[after] != operation.stage
 
     def orders(self) -> list[str]:
         """Return the table in torch's notation: for each device stage a string of its operations.
@@ -229,9 +204,8 @@ class Schedule:
           ValueError: a time that is no finite number >= 0, times that are all 0, or a sequence
             of another length.
         """
-        times = {"forward": forward, "backward_input": backward_input}
-        times["backward_weight"] = backward_weight
-        costs = cost_table(self.placement, self.num_stages, **times)
+        times = forward, backward_input, backward_weight
+        costs = cost_table(self.placement, self.num_stages, *times)
         send = as_time("send", send)
         if lockstep:
             lines, time = simulate_lockstep(self.ticks(), self.model_stages, costs, send)

@@ -48,13 +48,11 @@ def stacked(layout):
     return layout.stack(PARAMS)
 
 
-def test_a_norm_counts_a_shared_parameter_once(stacked, layout):
+def test_a_norm_counts_a_shared_parameter_once(stacked):
     wanted = np.sqrt(sum((np.float64(x) ** 2).sum() for x in jax.tree.leaves(PARAMS[:4])))
-    for counted in (None, layout.counted):
-        clip = js.clip_by_global_norm(1.0, counted=counted)
-        _, state = jax.jit(clip.update)(stacked, clip.init(stacked))
-        np.testing.assert_allclose(state.norm, wanted, rtol=1e-6)
-    assert layout.counted[NAME].sum() == 2 * 32 - 12  # half of the table is on each device
+    clip = js.clip_by_global_norm(1.0)
+    _, state = jax.jit(clip.update)(stacked, clip.init(stacked))
+    np.testing.assert_allclose(state.norm, wanted, rtol=1e-6)
 
 
 def test_arrays_wherever_they_are_traced_ones_and_types_are_stacked_alike(stacked, layout):
@@ -72,7 +70,7 @@ def test_arrays_wherever_they_are_traced_ones_and_types_are_stacked_alike(stacke
     alike(jax.eval_shape(lambda: PARAMS), layout.unstack(types))
 
 
-def test_moments_of_a_run_go_to_another_cut_and_back(mesh_of, stacked, layout):
+def test_moments_of_a_run_are_read_as_those_of_layers(stacked, layout):
     tx = optax.masked(optax.adam(0.1), lambda tree: [{n: n != "bias" for n in x} for x in tree])
     state = jax.jit(js.chain(tx).init)(stacked)
     layers = layout.unstack_like(jax.tree.map(lambda x: x + 1, state))
@@ -80,6 +78,3 @@ def test_moments_of_a_run_go_to_another_cut_and_back(mesh_of, stacked, layout):
     mu = layers[0].inner_state[0].mu
     assert mu[1]["bias"] == optax.MaskedNode()
     np.testing.assert_array_equal(mu[4]["table"], np.ones((6, 4)))
-    alike(layout.unstack_like(layout.stack_like(layers)), layers)
-    other = layout_on(mesh_of({"stage": 2, "fsdp": 4}))
-    alike(other.unstack_like(other.stack_like(jax.tree.map(np.asarray, layers))), layers)
