@@ -1,6 +1,6 @@
-"""The transforms of a step: splitting of chains, and errors for combinations that do not work.
+"""What a step refuses: combinations of transforms that do not work, and states that are not its own.
 
-The layouts of a step's states, and the checks of states and windows that a step receives.
+The parts of a `js.chain`, its transforms by their axes and states, then states and windows.
 """
 
 import math
@@ -36,7 +36,7 @@ from ...tree import leaf_names, not_floating, parts_of
 from .._train_state import StepExchange, TrainState
 from ._gradients import GradientWindow
 from ._optimized import USE_CHAIN
-from ._update import Parts
+from ._update import Update
 
 _MOVES: tuple[Literal["gradients", "parameters"], ...] = ("gradients", "parameters")
 Chained = tuple[optax.GradientTransformation | None, optax.GradientTransformation, Any]
@@ -72,18 +72,15 @@ def split_chain(
         moving.append(parts.pop())
     if len(moving) > 1:
         raise ValueError(
-            f"`optimizer` is a js.chain with {len(moving)} parameter transforms, and a step has "
-            "one: use js.hierarchical_local_sgd or js.slowmo(base=...), or an optax.chain."
+            f"`optimizer` is a js.chain with {len(moving)} parameter transforms, of which a step "
+            "takes one: use js.hierarchical_local_sgd or js.slowmo(base=...)."
         )
     count = gradient_parts(parts)
     first, last = parts[:count], parts[count:]
     reduces = any(spec_of(part).axes for part in first)
     for name, given, does in (("gradients", gradients, reduces), ("sync", sync, moving)):
         if given is not None and does:
-            raise ValueError(
-                f"`{name}` was given, and `optimizer` is a js.chain that has one, too: give one of "
-                "the two."
-            )
+            raise ValueError(f"`{name}` must not be given beside a js.chain `optimizer` with one.")
     if gradients is not None:
         first = [gradients, *first]
     return _chain_parts(first) if first else None, _chain_parts(last), moving[0] if moving else sync
@@ -100,11 +97,9 @@ def check_with_tables(gradients: optax.GradientTransformation | None) -> None:
     if gradients is None or spec_of(gradients).of_rows:
         return
     raise ValueError(
-        "`gradients` with `embeddings` must be js.all_reduce_gradients(...), "
-        "js.clip_by_global_norm(...), a js.chain of such, "
-        f"optax.identity() or None, got {_transform_name(gradients)}, which would take row numbers "
-        "of tables for gradients, or not see them: put what shall act on dense parameters alone "
-        "into `optimizer`, and join several by js.chain."
+        "`gradients` with `embeddings` must be js.all_reduce_gradients(...), js.clip_by_global_norm"
+        f"(...) or a js.chain of such, got {_transform_name(gradients)}, which does not know rows of "
+        "tables: what is for dense parameters alone goes into `optimizer`."
     )
 
 
@@ -117,15 +112,15 @@ def check_axes(transforms: Chained, mesh: AnyMesh, axis_name: AxisName) -> None:
     for argument, over in axes.items():
         if unknown := sorted(over - set(mesh.axis_names)):
             raise ValueError(
-                f"`{argument}` exchanges over {unknown}, and `mesh` has the axes "
-                f"{list(mesh.axis_names)}: name some of these where `{argument}` is made."
+                f"`{argument}` must exchange over axes of `mesh`, {list(mesh.axis_names)}, got "
+                f"{unknown}."
             )
     of_sync = () if sync is None else sync.algorithm.axes
     # Without axes it exchanges nothing, as between the replicas of an island.
     if of_sync and not set(of_sync) & set(axis_names(axis_name)):
         raise ValueError(
-            f"`sync` exchanges over {list(of_sync)}, and the replicas of this step lie along "
-            f"`axis_name`={axis_name!r}: they would train independently. Name one axis in both."
+            f"`sync` must exchange over `axis_name`={axis_name!r}, along which the replicas lie, got "
+            f"{list(of_sync)}."
         )
 
 
@@ -152,7 +147,7 @@ def checked_gradients(
 
 
 def check_transforms(
-    state: TrainState, parts: Parts, mesh: AnyMesh, mode: str, *, is_first: bool
+    state: TrainState, parts: Update, mesh: AnyMesh, mode: str, *, is_first: bool
 ) -> bool:
     """Check the `gradients` and `optimizer` of a step by their states.
 
@@ -186,10 +181,8 @@ def check_transforms(
     for name, (_, tx_state) in members.items():
         if parts_of(tx_state, AccumulateState):
             raise ValueError(
-                f"`{name}` must not hold a js.gradients.accumulate, which is for loops of your "
-                "own: a step adds up gradients itself. Pass what it wraps, and accumulate=k to "
-                "js.make_train_step (parts of a batch) or js.train_loop (several batches), or call "
-                "step.collect."
+                f"`{name}` must not hold a js.gradients.accumulate, since a step adds up gradients "
+                "itself: pass accumulate=k to js.make_train_step or js.train_loop."
             )
     # States of transforms that declare nothing, which may hold a transform of this library.
     unknown = {name: spec_of(tx).unknown(tx_state) for name, (tx, tx_state) in members.items()}
@@ -228,26 +221,24 @@ def check_transforms(
     moves = holds_state(optimizer, "parameters")
     if mode == "host" and moves:
         raise ValueError(
-            '`mode`="host" schedules `sync` alone, and `optimizer` holds a parameter transform '
-            f'too: pass that one as `sync`, or use mode="traced". {USE_CHAIN}'
+            '`mode`="host" schedules `sync` alone, and `optimizer` holds a parameter transform: '
+            f"pass it as `sync`. {USE_CHAIN}"
         )
     dtypes = [x.dtype for x in jax.tree.leaves(state.model_state)]
     means = parts.batches.model_state == "sync_mean"
     if moves and means and any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         raise ValueError(
-            '`model_state`="sync_mean" averages model state in updates that average parameters, '
-            "and `optimizer` holds the parameter transform that does: pass that one as `sync`, or "
-            f'use model_state="local". {USE_CHAIN}'
+            '`model_state`="sync_mean" follows `sync`, and `optimizer` holds the parameter '
+            f'transform: pass it as `sync`, or use "local". {USE_CHAIN}'
         )
     averages = (_reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)) & set(axes)
     exchanges = parts.independent or parts.sync is not None or moves or averages
     if num_replicas > 1 and not exchanges and not holds_state(unknown, "gradients"):
         axis = axes[0] if len(axes) == 1 else axes
         raise ValueError(
-            f"`sync` is None, and neither `gradients` nor `optimizer` averages over {axis!r}, so "
-            f"the {num_replicas} replicas would train independently. Pass "
-            f"gradients=js.all_reduce_gradients({axis!r}), sync=js.local_sgd({axis!r}) or such, "
-            'js.gradient_transform(...) of what averages gradients by itself, or sync="none".'
+            f"`sync` is None and nothing averages over {axis!r}, so the {num_replicas} replicas "
+            f"would train independently: pass gradients=js.all_reduce_gradients({axis!r}), "
+            f'sync=js.local_sgd({axis!r}) or such, or sync="none".'
         )
     return changes
 
@@ -258,15 +249,13 @@ def _check_facts(
     """Raise `ValueError` for collectives that a step must know, and for results that differ."""
     if names := sorted(facts.undeclared & set(axes)):
         raise ValueError(
-            f"`{name}` holds a transform with collectives over {names} of which the step knows "
-            f"nothing: wrap it as js.gradient_transform(tx, axes={tuple(names)!r}), and join it "
-            "with others by js.chain."
+            f"`{name}` holds a transform with collectives over {names} that it does not declare: "
+            f"wrap it as js.gradient_transform(tx, axes={tuple(names)!r}) in a js.chain."
         )
     if wrong := _varying_leaves(facts.state, inside):
         raise ValueError(
-            f"`{name}` keeps state that differs between the devices of a replica: {wrong}. A hook "
-            "with error feedback that reduces over inner axes needs them all in `axis_name`; what "
-            "stands before an average over them belongs after it."
+            f"`{name}` keeps state that differs between the devices of a replica: {wrong}. Put it "
+            "after the average over these axes, or give its hook all inner axes in `axis_name`."
         )
 
 
@@ -279,9 +268,8 @@ def _check_inner_reduction(
     """
     if wrong := _varying_leaves(updates, inside):
         raise ValueError(
-            f"`gradients` must average over the inner axes {inside} of the mesh, between whose "
-            f"devices the batch is split; updates still differ there: {wrong}. Leave `gradients` "
-            f"out, or pass js.all_reduce_gradients({needed!r})."
+            f"`gradients` must average over the inner axes {inside}, between which updates still "
+            f"differ: {wrong}. Leave it out, or pass js.all_reduce_gradients({needed!r})."
         )
 
 
@@ -396,7 +384,7 @@ Expected = Callable[[PyTree], PyTree]
 
 def check_state(
     state: TrainState,
-    parts: Parts,
+    parts: Update,
     mesh: AnyMesh,
     mode: str,
     warn: Callable[[str], None],
@@ -492,7 +480,7 @@ def check_trainable(params: PyTree) -> None:
         )
 
 
-def check_exchange_state(state: TrainState, parts: Parts, expected_of: Expected) -> None:
+def check_exchange_state(state: TrainState, parts: Update, expected_of: Expected) -> None:
     """Raise `ValueError` if the state belongs to a step with another `sync`, or no `gradients`.
 
     Args:
@@ -532,7 +520,7 @@ def exchange_state_types(
     return jax.eval_shape(lambda params: (algorithm.local(params), algorithm.shared(params)), one)
 
 
-def check_num_replicas(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
+def check_num_replicas(state: TrainState, parts: Update, mesh: AnyMesh) -> None:
     """Raise `ValueError` for a state of another number of replicas than the step's."""
     count = replica_count("step", mesh, parts.axis_name)
     if np.shape(state.step) != (count,):
@@ -543,7 +531,7 @@ def check_num_replicas(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
         )
 
 
-def check_optimizer_state(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
+def check_optimizer_state(state: TrainState, parts: Update, mesh: AnyMesh) -> None:
     """Raise `ValueError` if the optimizer's state has other leaves than the step's own makes.
 
     An optimizer that holds a transform of this package, whose buffers depend on more than the
