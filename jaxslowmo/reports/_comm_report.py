@@ -360,9 +360,10 @@ def _report(
             continue
         lowered: Any = program.lower() if isinstance(program, jax.stages.Traced) else program
         if not hasattr(lowered, "compiler_ir"):
+            where = f" under {kind!r}" if whole else ""
             raise TypeError(
                 "`lowered` must be a jax.stages.Lowered, Traced or Compiled, or a mapping of these "
-                f"by kind of step, got {type(program).__name__}{f' under {kind!r}' if whole else ''}."
+                f"by kind of step, got {type(program).__name__}{where}."
             )
         # Converted to HLO, a traced program is read as a compiled one is.
         module = parse_module(lowered.compiler_ir("hlo").as_hlo_module().to_string())

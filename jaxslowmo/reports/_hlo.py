@@ -1,4 +1,4 @@
-"""The collectives of a program, read from its HLO text: what moves, in which loops, over which axes.
+"""The collectives of a program, by its HLO text: what moves, in which loops, over which axes.
 
 A parser of the text, mesh axes and groups of devices, and the tree of collectives made of both.
 """

@@ -1,7 +1,4 @@
-"""The state of a run.
-
-Set learning rates and other hyperparameters of a state between steps.
-"""
+"""The state of a run: its first values, and its hyperparameters, set between steps."""
 
 import functools
 import itertools
@@ -137,10 +134,9 @@ def with_own_keys(name: str, stacked: PyTree, *, mesh: AnyMesh, axis_name: AxisN
     raw = [] if places else _stacked_raw_keys(stacked)
     if raw and leaves[0].shape[0] > 1:
         warn_user(
-            f"`{name}`: {', '.join(raw)} looks like a PRNG key without a type, and would be "
-            "the same on all replicas, so that all draw the same. Keys of jax.random.key or "
-            "jax.random.wrap_key_data become each replica's own; a function that needs raw ones "
-            "takes jax.random.key_data of them. If it is none, nothing is wrong."
+            f"`{name}`: {', '.join(raw)} looks like a PRNG key without a type, and would be the "
+            "same on all replicas; keys of jax.random.key become each replica's own. If it is no "
+            "key, nothing is wrong."
         )
     if places:
         split_keys = map_replicas(
@@ -162,9 +158,8 @@ def _warn_of_rbg(model_state: PyTree, mesh: AnyMesh) -> None:
     impls = {str(jax.random.key_impl(x)) for x in keys} | {default_generator()}
     if found := sorted(impls - {"threefry2x32"}):
         _warn_once(
-            f"jax's generator {found[0]!r} draws other numbers under `vmap`, in which a virtual "
-            "mesh runs its replicas, than on devices, so dropout differs from that of a "
-            'js.make_mesh. With "threefry2x32", jax\'s default, both are equal.'
+            f"jax's generator {found[0]!r} draws other numbers on a virtual mesh than on devices, "
+            'so dropout differs; "threefry2x32", jax\'s default, draws the same.'
         )
 
 
@@ -196,6 +191,8 @@ def _keys_fn(mesh: AnyMesh, axis_name: AxisName) -> Callable[[jax.Array], jax.Ar
 
     return jax.jit(map_replicas(per_replica, mesh=mesh, axis_name=axis_name, in_roles=("stacked",)))
 
+
+# Hyperparameters.
 
 _State = TypeVar("_State")
 
@@ -277,17 +274,15 @@ def _check(state: PyTree, name: str, value: Any) -> None:
     owners = [x for x in every if name in x.hyperparams]
     if len(owners) != 1:
         names = sorted({n for x in every for n in x.hyperparams})
-        has = f"they have {', '.join(names)}" if names else "there is none"
         raise ValueError(
-            f"set_hyperparams: `{name}` must be in the state of one `optax.inject_hyperparams` "
-            f"optimizer, found in {len(owners) or 'none'}; {has}. Of several, assign to the one "
-            f'that is meant: `state.opt_state.hyperparams["{name}"] = value`.'
+            f"set_hyperparams: `{name}` must be in the state of one `optax.inject_hyperparams`, "
+            f"found in {len(owners)}, of {', '.join(names) or 'nothing'}; of several assign to one "
+            f'in `opt_state`: `.hyperparams["{name}"] = value`.'
         )
     (owner,) = owners
     if name in getattr(owner, "hyperparams_states", {}):
         raise ValueError(
-            f"set_hyperparams: `{name}` was given as a schedule, which decides in every update: "
-            "make the optimizer with a number, and set it between steps."
+            f"set_hyperparams: `{name}` is a schedule: make the optimizer with a number."
         )
     if not isinstance(value, Tracer):
         dtype = np.asarray(value).dtype  # None has dtype object, and would become NaN
@@ -295,10 +290,9 @@ def _check(state: PyTree, name: str, value: Any) -> None:
             raise ValueError(f"set_hyperparams: `{name}` must be a number, got {value!r}.")
     whole, one = _shape(owner, owner.hyperparams[name]), np.ndim(owner.count)
     if np.shape(value) not in {(), whole, whole[one:]}:
-        each = f"array {whole[one:]} for each" if whole[one:] else "number per"
         raise ValueError(
-            f"set_hyperparams: `{name}` must be a number or an array {whole}, one {each} replica, "
-            f"got shape {np.shape(value)}."
+            f"set_hyperparams: `{name}` must have shape (), {whole[one:]} or, with one for each "
+            f"replica, {whole}, got {np.shape(value)}."
         )
 
 

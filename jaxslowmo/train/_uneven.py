@@ -80,13 +80,13 @@ def uneven_batches(
     Source: torch 2.13, `torch.distributed.algorithms.Join`.
     """
     check_choice("on_exhausted", on_exhausted, OnExhausted, _OWNER)
-    replicas = replica_count(_OWNER, mesh, axis_name)
+    replica_count(_OWNER, mesh, axis_name)
     axes = axis_names(axis_name)
     local_replicas = own_parts(mesh, axes)
     if len(shares) != len(local_replicas):
         raise ValueError(
-            f"{_OWNER}: `shares` must hold the batches of each replica of this process, which has "
-            f"{len(local_replicas)} of {replicas}, got {len(shares)} shares."
+            f"{_OWNER}: `shares` must be {len(local_replicas)}, one for each replica of this "
+            f"process, got {len(shares)}."
         )
     gather = _NoteExchange(mesh) if is_multi_process(mesh) else None
     return _weighted_batches([iter(share) for share in shares], mesh, axes, gather, on_exhausted)
@@ -168,8 +168,7 @@ def _weighted_batches(
         if on_exhausted == "raise" and not all(samples):
             gone = [replica for replica, size in enumerate(samples) if not size]
             raise RuntimeError(
-                f"{_OWNER}: replicas {gone} have run out of batches before the others, and "
-                '`on_exhausted`="raise".'
+                f'{_OWNER}: `on_exhausted`="raise" and replicas {gone} have run out.'
             )
         template = next(batch for batch in last if batch is not None)
         whole = [template if batch is None else batch for batch in last]
@@ -191,10 +190,8 @@ def _samples(notes: list[dict[str, Any]]) -> tuple[list[int], str | None]:
         sizes.setdefault(replica, set()).add(size)
     differ = sorted(replica for replica, each in sizes.items() if len(each) > 1)
     if differ:
-        return [], (
-            f"processes that share replicas {differ} must give the same batches for them, and give "
-            f"{[sorted(sizes[replica]) for replica in differ]} samples"
-        )
+        given = [sorted(sizes[replica]) for replica in differ]
+        return [], f"processes that share replicas {differ} give {given} samples for them"
     return [max(sizes[replica]) for replica in sorted(sizes)], None
 
 
@@ -210,9 +207,8 @@ def _problem(
             return f"every leaf must have a dimension of samples, got none in {', '.join(numbers)}"
         if batch is not None and _describe(batch) != reference:
             return (
-                f"batches must have the same leaves and shapes throughout, got {reference} first "
-                f"and {_describe(batch)} on replica {replica}; pad a smaller batch and leave its "
-                "padding out of the loss"
+                f"batches must have the same shapes throughout, got {reference} first and "
+                f"{_describe(batch)} on replica {replica}; pad a smaller batch"
             )
     return None
 

@@ -184,9 +184,8 @@ def _check_same_ids(embeddings: Embeddings, looked_up: PyTree, batch: PyTree) ->
             continue
         if _content(both[0]) != _content(both[1]):
             raise ValueError(
-                f"`asked` is for another batch: its bags of feature {feature!r} are not those of "
-                "`batch`. Give each batch what `prime(state, batch)` returned for it, or the call "
-                "before, whose `next_batch` it was."
+                f"`asked` must be of `prime(state, batch)`, or of the call before with `batch` as "
+                f"`next_batch`, got that of other bags of feature {feature!r}."
             )
 
 
@@ -212,16 +211,12 @@ def _check_arguments(runner: Runner, mode: Any, num_exact: Any, room: Any) -> Em
     check_choice("mode", mode, AheadMode)
     if runner.embeddings is None:
         raise ValueError(
-            f"`mode`={mode!r} is about the tables of a step, and this one has none: make it with "
-            "js.make_train_step(embeddings=...)."
+            f"`mode`={mode!r} needs tables: make the step by js.make_train_step(embeddings=...)."
         )
     if as_int(num_exact, 0) is None:
         raise ValueError(f"`num_exact` counts batches and must be >= 0, got {num_exact!r}.")
     if num_exact and mode != "stale":
-        raise ValueError(
-            f'`num_exact` is for `mode`="stale", of which the first batches can be exact; got '
-            f"{num_exact} with {mode!r}."
-        )
+        raise ValueError(f'`num_exact` is for `mode`="stale", got {num_exact} with {mode!r}.')
     number = as_number(room)
     if number is None or not 0 < number <= 1:
         raise ValueError(f"`room` must be a number above 0 and at most 1, got {room!r}.")

@@ -1,4 +1,4 @@
-"""What a step refuses: combinations of transforms that do not work, and states that are not its own.
+"""What a step refuses: transforms that do not work together, and states that are not its own.
 
 The parts of a `js.chain`, its transforms by their axes and states, then states and windows.
 """
@@ -98,8 +98,8 @@ def check_with_tables(gradients: optax.GradientTransformation | None) -> None:
         return
     raise ValueError(
         "`gradients` with `embeddings` must be js.all_reduce_gradients(...), js.clip_by_global_norm"
-        f"(...) or a js.chain of such, got {_transform_name(gradients)}, which does not know rows of "
-        "tables: what is for dense parameters alone goes into `optimizer`."
+        f"(...) or a js.chain of such, got {_transform_name(gradients)}, which does not know rows "
+        "of tables: what is for dense parameters alone goes into `optimizer`."
     )
 
 
@@ -119,7 +119,7 @@ def check_axes(transforms: Chained, mesh: AnyMesh, axis_name: AxisName) -> None:
     # Without axes it exchanges nothing, as between the replicas of an island.
     if of_sync and not set(of_sync) & set(axis_names(axis_name)):
         raise ValueError(
-            f"`sync` must exchange over `axis_name`={axis_name!r}, along which the replicas lie, got "
+            f"`sync` must exchange over `axis_name`={axis_name!r}, of the replicas, got "
             f"{list(of_sync)}."
         )
 
@@ -294,9 +294,8 @@ def _check_hidden_scale(unknown: list[PyTree]) -> None:
         places = [i for i, part in enumerate(states) if parts_of(part, DynamicLossScaleState)]
         if places and not all(holds_state(part, "gradients") for part in states[: places[0]]):
             raise ValueError(
-                "`optimizer` is an optax.chain with a transform before a "
-                "js.dynamic_loss_scale, which would see gradients that are still scaled. "
-                f"{USE_CHAIN}"
+                "`optimizer` holds a transform before a js.dynamic_loss_scale, which would see "
+                f"gradients that are still scaled. {USE_CHAIN}"
             )
 
 
@@ -309,29 +308,27 @@ def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
             if isinstance(x, optax.ApplyIfFiniteState) and num_replicas > 1:
                 raise ValueError(
                     f"`{argument}` holds an optax.apply_if_finite around a transform that "
-                    "exchanges: a replica that drops an update would leave the others waiting for "
-                    "it. Put it around the optimizer alone."
+                    "exchanges, for which the others would wait: put it around the optimizer alone."
                 )
             if isinstance(x, optax.MultiStepsState) and argument == "gradients":
                 raise ValueError(
-                    "`gradients` holds an optax.MultiSteps around a transform that exchanges, and "
-                    f"would give the optimizer zeros in calls that only collect: {known.instead}."
+                    "`gradients` holds an optax.MultiSteps, which gives zeros to the optimizer in "
+                    f"calls that only collect: {known.instead}."
                 )
 
 
 # States of transforms of this package that act on a whole update, but in the step see its dense
 # part only.
 _SEE_DENSE_ALONE: dict[type, str] = {
-    ClipByGlobalNormState: "js.clip_by_global_norm, whose norm is that of the whole model: pass it "
-    "last in `gradients`, or clip dense gradients alone by optax.clip_by_global_norm",
+    ClipByGlobalNormState: "js.clip_by_global_norm, a norm of the whole model: pass it in "
+    "`gradients`, or clip dense gradients alone by optax.clip_by_global_norm",
 }
 
 
 def check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
     """Raise `ValueError` for an `optimizer` with transforms that table rows would need, too."""
     wrong = [
-        f"a transform of js that exchanges {moves}, since dense parameters would agree and tables "
-        f"drift apart: pass it as `gradients` or `sync`. {USE_CHAIN}"
+        f"a transform that exchanges {moves}: pass it as `gradients` or `sync`. {USE_CHAIN}"
         for moves in _MOVES
         if holds_state(optimizer, moves)
     ]
@@ -343,8 +340,7 @@ def check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
             wrong.append(f"{known.name}, and {known.with_tables}: {known.instead}")
     if wrong:
         raise ValueError(
-            "`optimizer` with `embeddings` is not given rows of tables, and must not hold "
-            f"{wrong[0]}"
+            f"`optimizer` with `embeddings` sees no tables, and must not hold {wrong[0]}"
         )
 
 
@@ -353,16 +349,14 @@ def _check_gradients_state(state: PyTree) -> None:
         raise ValueError(_gradients_error("a chain that holds a parameter transform"))
     if parts_of(state, DynamicLossScaleState):
         raise ValueError(
-            "`gradients` must not hold a js.dynamic_loss_scale: the optimizer would take the zeros "
-            "of a skipped update for gradients. Put it around `optimizer`."
+            "`gradients` must not hold a js.dynamic_loss_scale: put it around `optimizer`."
         )
 
 
 def _gradients_error(what: str) -> str:
     return (
         "`gradients` must be a gradient transform such as js.all_reduce_gradients(...), got "
-        f"{what}. It would take gradients for updates of parameters, and replicas would drift "
-        "apart: pass it as `sync`, or last in a chain as `optimizer`."
+        f"{what}: pass it as `sync`."
     )
 
 
@@ -377,9 +371,6 @@ def _transform_name(transform: Any) -> str:
         return f"{package}.{name}"
     is_top = name in sys.modules[package].__all__
     return f"js.{name}" if is_top else f"js.{folders[0]}.{name}"
-
-
-Expected = Callable[[PyTree], PyTree]
 
 
 def check_state(
@@ -411,10 +402,8 @@ def check_state(
     computes = None if parts.policy is None else parts.policy.compute
     if computes == "float16" and loss_scale_of(state.opt_state) is None:
         warn(
-            '`policy` is Policy("float16"), and `optimizer` has no loss scale, so that '
-            "gradients below 6e-8 become 0: put js.dynamic_loss_scale(...) around `optimizer`, "
-            'or use Policy("bfloat16"). If the loss function scales its loss by itself, '
-            "nothing is wrong."
+            '`policy` is Policy("float16"), and without a loss scale gradients below 6e-8 become '
+            '0: put js.dynamic_loss_scale(...) around `optimizer`, or use Policy("bfloat16").'
         )
     if sync is not None and is_first:
         exchanges = [t for t in instants(sync.algorithm.schedules) if sync.phase(t)]
@@ -422,9 +411,9 @@ def check_state(
             # Its period is not known, but only 1 divides them all.
             if known.between and math.gcd(*exchanges) == 1:
                 warn(
-                    f"`optimizer` holds {known.name}, which updates in some of its calls only, and "
-                    f"`sync` also exchanges in between, where {known.between}. Make `sync_every` a "
-                    f"multiple of its period, or {known.instead}."
+                    f"`optimizer` holds {known.name}, and `sync` also exchanges between its "
+                    f"updates, where {known.between}. Make `sync_every` a multiple of its period, "
+                    f"or {known.instead}."
                 )
     return changes
 
@@ -442,12 +431,14 @@ def without_optimizer(state: TrainState) -> TrainState:
     return state._replace(opt_state=(), exchange=StepExchange())
 
 
+_USE_INIT = "Make the state by this step's `init`; `state.params` go over by `js.consensus`."
+
+
 def check_is_state(state: TrainState) -> None:
     """Raise `ValueError` unless `state` has the fields of a `TrainState`."""
     if not all(hasattr(state, name) for name in TrainState._fields):
         raise ValueError(
-            "`state` must be a js.TrainState, as `step.init(params)` makes it and the step returns "
-            f"it, got {type(state).__name__}."
+            f"`state` must be a js.TrainState of `step.init`, got {type(state).__name__}."
         )
 
 
@@ -456,12 +447,17 @@ def check_donation(state: TrainState) -> None:
 
     Only the first array of parameters and of optimizer state is checked: all are donated together.
     """
-    for x in (state.step, state.rng, first_array(state.params), first_array(state.opt_state)):
-        if is_deleted(x):
-            raise ValueError(
-                "`state` was given to a step before, which reuses its buffers (donate=True): go on "
-                "with the state that this step returned, or make the step with donate=False."
-            )
+    first = first_array(state.params), first_array(state.opt_state)
+    check_not_donated("state", state.step, state.rng, *first)
+
+
+def check_not_donated(argument: str, *arrays: Any) -> None:
+    """Raise `ValueError` if a step was given one of the arrays before, and reuses its buffer."""
+    if any(map(is_deleted, arrays)):
+        raise ValueError(
+            f"`{argument}` was given to a step before, which reuses its buffers (donate=True): go "
+            f"on with the {argument} that it returned, or make the step with donate=False."
+        )
 
 
 def check_trainable(params: PyTree) -> None:
@@ -472,52 +468,35 @@ def check_trainable(params: PyTree) -> None:
     """
     if wrong := not_floating(params):
         raise ValueError(
-            "`params`: a training step differentiates real floating-point leaves only, got "
-            f"{', '.join(wrong)}. Pass other leaves to `step.init` as `model_state`, which the "
-            "loss function is given and returns, or let it close over them. Instead of a complex "
-            "leaf that shall be trained give real and imaginary part, and join them in the loss "
-            "function by `jax.lax.complex`."
+            f"`params` must have real floating-point leaves only, got {', '.join(wrong)}: pass "
+            "others as `model_state`, and of a complex leaf real and imaginary part."
         )
 
 
-def check_exchange_state(state: TrainState, parts: Update, expected_of: Expected) -> None:
-    """Raise `ValueError` if the state belongs to a step with another `sync`, or no `gradients`.
-
-    Args:
-      state: the state.
-      parts: the parts of the step.
-      expected_of: `expected_of(params)`: the types of local and shared state that `sync` makes.
-    """
+def check_exchange_state(state: TrainState, parts: Update, mesh: AnyMesh) -> None:
+    """Raise `ValueError` if the state belongs to a step with another `sync`, or no `gradients`."""
     held = state.exchange
     if parts.gradients is None and not isinstance(held.gradients, optax.EmptyState):
         raise ValueError(
-            "`state` must come from a step with the same `gradients`: this step has none, and "
-            f"`state.exchange.gradients` has {type(held.gradients).__name__}. Make the state by "
-            "this step's `init`; `state.params` go over by `js.consensus`."
+            "`state` must come from a step with the same `gradients`: this one has none, and "
+            f"`state.exchange.gradients` is {type(held.gradients).__name__}. {_USE_INIT}"
         )
-    expected = ((), ()) if parts.sync is None else expected_of(state.params)
+    expected: tuple[PyTree, PyTree] = (), ()
+    if parts.sync is not None:
+        one = replica_types(state.params)
+        algorithm = parts.sync.bound(dict(mesh.shape), one).algorithm
+        states = lambda params: (algorithm.local(params), algorithm.shared(params))  # noqa: E731
+        expected = jax.eval_shape(states, one)
     needs, has = (
         leaf_names({"local": local, "shared": shared})
         for local, shared in (expected, (held.local, held.shared))
     )
     if needs != has:
-        lacking, beyond = (
-            [n for n in a if n not in b][:6] for a, b in ((needs, has), (has, needs))
-        )
+        others = sorted({*needs} ^ {*has})[:6]
         raise ValueError(
-            f"`state` must come from a step with the same `sync`: of the state of {parts.sync!r} "
-            f"`state.exchange` lacks {lacking}, and beyond that it has {beyond}. Make the state by "
-            "this step's `init`; `state.params` go over by `js.consensus`."
+            f"`state` must come from a step with the same `sync`, {parts.sync!r}: only one of the "
+            f"two has {others} in `state.exchange`. {_USE_INIT}"
         )
-
-
-def exchange_state_types(
-    sync: ParameterTransform, params: PyTree, mesh: AnyMesh
-) -> tuple[PyTree, PyTree]:
-    """Return the types of local and shared state that a transform makes of stacked parameters."""
-    one = replica_types(params)
-    algorithm = sync.bound(dict(mesh.shape), one).algorithm
-    return jax.eval_shape(lambda params: (algorithm.local(params), algorithm.shared(params)), one)
 
 
 def check_num_replicas(state: TrainState, parts: Update, mesh: AnyMesh) -> None:
@@ -526,8 +505,7 @@ def check_num_replicas(state: TrainState, parts: Update, mesh: AnyMesh) -> None:
     if np.shape(state.step) != (count,):
         raise ValueError(
             f"`state` must be of the {count} replicas of this step, along {parts.axis_name!r}, got "
-            f"one whose `step` has shape {np.shape(state.step)}. Other replicas go on from "
-            "`js.consensus` of its parameters, or from a checkpoint of jaxslowmo.checkpoint."
+            f"one whose `step` has shape {np.shape(state.step)}. {_USE_INIT}"
         )
 
 
@@ -541,14 +519,11 @@ def check_optimizer_state(state: TrainState, parts: Update, mesh: AnyMesh) -> No
     if holds_state(held, "parameters") or holds_state(held, "gradients"):
         return
     types = state_types(parts.optimizer, params, mesh=mesh, axis_name=parts.axis_name)
-    needs, has = (set(leaf_names(x)) for x in (types, held))
-    for names, text in ((needs - has, "needs"), (has - needs, "has no use for")):
-        if names:
-            raise ValueError(
-                f"`state` must come from a step with the same `optimizer`: this one {text} "
-                f"{min(names)!r} of its state. Make the state by this step's `init`; "
-                "`state.params` go over by `js.consensus`."
-            )
+    if others := sorted({*leaf_names(types)} ^ {*leaf_names(held)})[:6]:
+        raise ValueError(
+            f"`state` must come from a step with the same `optimizer`: only one of the two has "
+            f"{others}. {_USE_INIT}"
+        )
 
 
 def check_same_model(params: PyTree, names: Sequence[str]) -> None:
@@ -557,29 +532,22 @@ def check_same_model(params: PyTree, names: Sequence[str]) -> None:
     if found != names:
         others = sorted({*found} ^ {*names})[:6]
         raise ValueError(
-            "`state` must be of one model with the first state of this step, got other "
-            f"parameters: only one of the two has {others}. Make a step for each model."
+            "`state` must be of one model with the first state of this step: only one of the two "
+            f"has {others}. Make a step for each model."
         )
 
 
 def check_window(window: Any, state: TrainState, weight: Any = ...) -> None:
-    """Raise `ValueError` unless `window` is None or an unused window of the parameters in `state`.
+    """Raise `ValueError` unless `window` is an unused window of the parameters in `state`.
 
     Also raise it if only one of `weight` and the window has weights; `...` skips that check.
     """
-    if window is None:
-        return
-    if is_deleted(first_array(window.grads.sum)):
-        raise ValueError(
-            "`window` was given to a step before, which reuses its buffers (donate=True): go on "
-            "with the window that `step.collect` returned last, or begin another with None."
-        )
+    check_not_donated("window", first_array(window.grads.sum))
     _check_window_shapes(window, state)
     if weight is not ... and (weight is None) != (window.weight is None):
-        has = "none" if window.weight is None else "some"
         raise ValueError(
-            f"`weight` must be given for all batches of a window or for none: those before had "
-            f"{has}, and this one has {'none' if weight is None else 'one'}."
+            "`weight` must be given for all batches of a window or for none, and those before had "
+            f"{'none' if window.weight is None else 'one'}."
         )
 
 
@@ -587,8 +555,7 @@ def _check_window_shapes(window: GradientWindow, state: TrainState) -> None:
     """Raise `ValueError` if the window's sums do not have the shapes of the parameters."""
     if state.step.shape != window.count.shape:
         raise ValueError(
-            f"`window` must be of the replicas of `state`, {state.step.shape}, got one of "
-            f"{window.count.shape}."
+            f"`window` must be of {state.step.shape} replicas as `state`, got {window.count.shape}."
         )
     has, holds = (
         {name: x.shape[1:] for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)}
@@ -597,9 +564,8 @@ def _check_window_shapes(window: GradientWindow, state: TrainState) -> None:
     for name in {**has, **holds}:
         if has.get(name) != holds.get(name):
             raise ValueError(
-                "`window` must hold gradients of the parameters in `state`, of which it was "
-                f"collected: of leaf {name!r} `state` has shape {has.get(name, 'none')}, and the "
-                f"window {holds.get(name, 'none')}."
+                f"`window` must hold gradients of the parameters in `state`: of {name!r} `state` "
+                f"has shape {has.get(name)}, and the window {holds.get(name)}."
             )
 
 
@@ -649,8 +615,6 @@ def check_state_sharding(
             if model_axes(leaf, mesh, axis_name) - axes
         )
         raise ValueError(
-            f"`state`: `{part}` must not be sharded over axes inside a replica that `gradients` "
-            f"or a `local_axis_name` maps, got {name!r} as {leaf.sharding.spec}: over {beyond} a "
-            "step makes it whole on every device. Name other axes there, or leave it whole. "
-            "js.slowmo and js.diloco shard what they keep by themselves."
+            f"`state`: `{part}` must not be sharded over axes that `gradients` or a "
+            f"`local_axis_name` maps, got {name!r} as {leaf.sharding.spec}, over {beyond}."
         )

@@ -183,11 +183,17 @@ class BatchGradients:
         window, metrics = inputs.window, None
         if inputs.batch is not None:
             window, metrics = self.collect(state, inputs)
-        gradients = window_means(window)
-        grads = jax.tree.map(lambda g, p: cast(g, p.dtype), gradients.grads, state.params)
-        # The model state of a replica that was idle in all batches is that with which they began.
-        gradients = self._sync_model_state(gradients._replace(grads=grads), gradients.model_state)
-        return gradients, gradients.metrics if metrics is None else metrics
+        # They are zeros on a replica that was idle in all batches.
+        means, of_grads = mean_metrics(window.metrics), window.grads.weight
+        grads = jax.tree.map(lambda g, p: cast(g, p.dtype), window.grads.mean, state.params)
+        gradients = Gradients(
+            *(grads, means, window.model_state, window.weight, None),
+            *(row_means(window.rows, of_grads), window.refused),
+            of_grads if "loss_weight" in means else None,
+        )
+        # The model state of such a replica is that with which they began.
+        gradients = self._sync_model_state(gradients, window.model_state)
+        return gradients, means if metrics is None else metrics
 
     def open_window(
         self, state: TrainState, inputs: StepInputs, *, num_batches: int = 0
@@ -202,7 +208,14 @@ class BatchGradients:
         data = LossData(inputs.batch, self.device_key(state), loss_model_state)
         # Only shapes and types are needed, so nothing is computed.
         like = jax.eval_shape(self._batch_gradients, state, data, inputs.weight)
-        return empty_window(like._replace(model_state=loss_model_state), num_batches)
+        weight = like.weight if like.loss_weight is None else like.loss_weight
+        count = jnp.zeros([], jnp.int32)
+        return GradientWindow(
+            *_zero_sums(like.grads, like.metrics, weight),
+            *(loss_model_state, count, empty_rows(like.rows, num_batches)),
+            refused=jax.tree.map(zeros_like, like.refused),
+            num_placed=count if like.rows else None,
+        )
 
     def collect(
         self, state: TrainState, inputs: StepInputs, *, fits: bool = False
@@ -218,7 +231,17 @@ class BatchGradients:
         key = jax.random.fold_in(self.device_key(state), window.count)
         data = LossData(inputs.batch, key, window.model_state)
         gradients = self._batch_gradients(state, data, inputs.weight)
-        return add_to_window(window, gradients, fits=fits), gradients.metrics
+        weight, place = gradients.weight, window.num_placed if fits else None
+        terms = _terms(gradients.grads, gradients.metrics, gradients.device_weight)
+        grads, metrics = jax.tree.map(add, (window.grads, window.metrics), terms)
+        window = GradientWindow(
+            *(grads, metrics, old_if_idle(weight, gradients.model_state, window.model_state)),
+            window.count + 1,
+            accumulate_rows(window.rows, gradients.rows, weight, place),
+            jax.tree.map(jnp.add, window.refused, gradients.refused),
+            window.num_placed if place is None else place + 1,
+        )
+        return window, gradients.metrics
 
     def evaluate(self, state: TrainState, inputs: StepInputs) -> Metrics:
         """Return the metrics of a replica's batch, of which each device evaluates its part.
@@ -447,58 +470,6 @@ def _zero_sums(*like: PyTree) -> tuple[WeightedSum, Metrics]:
     return jax.tree.map(zeros_like, jax.eval_shape(_terms, *like))
 
 
-def empty_window(like: Gradients, num_batches: int) -> GradientWindow:
-    """Return a window before its first batch, with room for the rows of so many.
-
-    `like` are gradients of one batch, with the model state before it; only shapes and dtypes of the
-    other fields are used.
-    """
-    count = jnp.zeros([], jnp.int32)
-    weight = like.weight if like.loss_weight is None else like.loss_weight
-    grads, metrics = _zero_sums(like.grads, like.metrics, weight)
-    return GradientWindow(
-        grads,
-        metrics,
-        like.model_state,
-        count,
-        empty_rows(like.rows, num_batches),
-        jax.tree.map(zeros_like, like.refused),
-        count if like.rows else None,
-    )
-
-
-def add_to_window(window: GradientWindow, gradients: Gradients, *, fits: bool) -> GradientWindow:
-    """Return the window with one more batch; `fits` says whether there is room for its rows.
-
-    Communication: none.
-    """
-    weight, place = gradients.weight, window.num_placed if fits else None
-    terms = _terms(gradients.grads, gradients.metrics, gradients.device_weight)
-    grads, metrics = jax.tree.map(add, (window.grads, window.metrics), terms)
-    return GradientWindow(
-        grads,
-        metrics,
-        old_if_idle(weight, gradients.model_state, window.model_state),
-        window.count + 1,
-        accumulate_rows(window.rows, gradients.rows, weight, place),
-        jax.tree.map(jnp.add, window.refused, gradients.refused),
-        window.num_placed if place is None else place + 1,
-    )
-
-
-def window_means(window: GradientWindow) -> Gradients:
-    """Return the means of gradients and metrics over a window's batches, in at least float32.
-
-    They are zeros on a replica that was idle.
-    """
-    metrics, of_grads = mean_metrics(window.metrics), window.grads.weight
-    return Gradients(
-        *(window.grads.mean, metrics, window.model_state, window.weight, None),
-        *(row_means(window.rows, of_grads), window.refused),
-        of_grads if "loss_weight" in metrics else None,
-    )
-
-
 # Metrics.
 
 
@@ -528,10 +499,7 @@ def merge_metrics(
       ValueError: a metric of the loss function with a name that the step uses.
     """
     if wrong := [name for name in (*more, *taken) if name in metrics]:
-        raise ValueError(
-            f"`loss_fn` returns a metric called {wrong[0]!r}, and the step has one of this name: "
-            "give it another."
-        )
+        raise ValueError(f"`loss_fn` must not call a metric {wrong[0]!r}, as the step does.")
     return {**metrics, **more}
 
 

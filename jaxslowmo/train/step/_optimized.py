@@ -20,10 +20,7 @@ from ...mesh import axis_names, axis_size
 from ...transform import ReducedAxes, Reduction, holds_state, run_if, spec_of, takes_extra
 from ._gradients import LossData
 
-USE_CHAIN = (
-    "An optax.chain, or another wrapper of optax, hides what transforms it holds: join them by "
-    "js.chain, or pass them separately as `gradients`, `optimizer` and `sync`."
-)
+USE_CHAIN = "An optax.chain hides the transforms that it holds: join them by js.chain."
 
 
 class Averaging(NamedTuple):
@@ -129,28 +126,22 @@ def _raising_value_fn(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
 
     def value_fn(params: PyTree) -> jax.Array:
         del params
-        problem = (
-            "`optimizer` asks for `value_fn`, the loss at other parameters, as line searches do"
-        )
-        if not axes:
-            raise ValueError(
-                f"{problem}. The batches of a window of gradients are gone when it becomes an "
-                "update: give them as one batch to js.make_train_step(accumulate=...), or use an "
-                "optimizer that needs `value` and `grad` alone, or none of them."
+        why = "after the batches of a window are gone: give one to js.make_train_step(accumulate=)"
+        if axes:
+            why = (
+                f"whose collectives over {axes} must not be in its loop: let replicas search alone"
             )
         raise ValueError(
-            f"{problem}. The data decide how often they loop, and no collective may be in such a "
-            f"loop, but here gradients are averaged over {axes}. Use an optimizer that needs "
-            "`value` and `grad` alone, or none of them, such as optax.lbfgs(0.1, linesearch=None); "
-            "or let each replica search by itself: `sync`, no `gradients`, and no inner axes."
+            f"`optimizer` asks for `value_fn`, as a line search does, {why}, or use one without, "
+            "such as optax.lbfgs(0.1, linesearch=None)."
         )
 
     return value_fn
 
 
 _NO_VALUE = (
-    "If `optimizer` asks for `value`, the loss averaged as gradients are: they are averaged by "
-    f"transforms that the step does not see, so it has none to pass. {USE_CHAIN}"
+    "If `optimizer` asks for `value`: the step passes none where transforms that it does not see "
+    f"average gradients. {USE_CHAIN}"
 )
 
 
@@ -224,9 +215,8 @@ def optimizer_rate(opt_state: PyTree) -> Any:
     ]
     if len(rates) != 1:
         raise ValueError(
-            '`sync` was made with learning_rate="optimizer", so `optimizer` must hold one learning '
-            "rate in its state: make it by `optax.inject_hyperparams(optax.sgd)(learning_rate=...)`"
-            f"; found {len(rates) or 'none'}."
+            '`sync` with learning_rate="optimizer" needs an `optimizer` with one learning rate, of '
+            f"`optax.inject_hyperparams(optax.sgd)(learning_rate=...)`, got {len(rates)}."
         )
     return rates[0]
 

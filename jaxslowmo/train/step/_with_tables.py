@@ -154,8 +154,8 @@ class TableBatches(BatchGradients):
         metrics, new_model_state = results
         if "loss_weight" in metrics:
             raise ValueError(
-                "`loss_fn` of a step with `embeddings` must return a loss, the mean over the "
-                "examples of a device, got a pair (sum, weight), by which rows are not weighted."
+                "`loss_fn` with `embeddings` must return the mean loss of a device's examples, got "
+                "a pair (sum, weight), by which rows are not weighted."
             )
         devices = axis_size(embeddings.axis_name or ())
         # The loss of a replica is the mean of its devices' losses.
@@ -266,9 +266,9 @@ class UpdateWithTables(Update):
             }
             return lookup._replace(vectors=vectors), unless_idle(counts, weight)
 
-        roles = self.embeddings.specs, "device", "device", "shared", "stacked"
+        of_all = self.embeddings.specs, "device", "device", "shared", "stacked"
         given = new.params.tables, lookup, changed, moves, inputs.weight
-        lookup, resent = map_fn(patch, roles, ("device", "stacked"))(*given)
+        lookup, resent = map_fn(patch, of_all, ("device", "stacked"))(*given)
         return new, {**metrics, **resent}, lookup
 
     def open_window(
