@@ -508,10 +508,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         self._loader.close()
         self._queue.clear()
 
-    def __exit__(
-        self,
-        *error: object,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -27,7 +27,6 @@ from ...transform import (
     holds_state,
     instants,
     known_states,
-    over_stages,
     replica_types,
     spec_of,
     takes_extra,
@@ -129,23 +128,6 @@ def _reduction_axes(transform: optax.GradientTransformation | None) -> set[str]:
     return set() if transform is None else set(spec_of(transform).axes)
 
 
-def checked_gradients(
-    gradients: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Return the transform with extra arguments, and an `init` that checks its state.
-
-    Only the state shows that a chain holds a parameter transform.
-    """
-    gradients = over_stages(gradients)
-
-    def init(params: PyTree) -> PyTree:
-        state = gradients.init(params)
-        _check_gradients_state(state)
-        return state
-
-    return gradients._replace(init=init)
-
-
 def check_transforms(
     state: TrainState, parts: Update, mesh: AnyMesh, mode: str, *, is_first: bool
 ) -> bool:
@@ -174,6 +156,7 @@ def check_transforms(
     axes = axis_names(parts.axis_name)
     num_replicas = math.prod(mesh.shape[name] for name in axes)
     gradients, optimizer = state.exchange.gradients, parts.dense(state.opt_state)
+    averaged = _reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)
     members = {
         "gradients": (parts.gradients or optax.identity(), gradients),
         "optimizer": (parts.optimizer, optimizer),
@@ -209,9 +192,12 @@ def check_transforms(
             leaves = facts.updates
             if name == "optimizer":
                 changes = jax.tree.structure(facts.state) != jax.tree.structure(tx_state)
-        averaged = _reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)
-        needed = tuple(a for a in mesh.axis_names if a in averaged.union(inside))
-        _check_inner_reduction(leaves, inside, needed)
+        if wrong := _varying_leaves(leaves, inside):
+            needed = tuple(a for a in mesh.axis_names if a in averaged.union(inside))
+            raise ValueError(
+                f"`gradients` must average over the inner axes {inside}, between which updates "
+                f"still differ: {wrong}. Leave it out, or pass js.all_reduce_gradients({needed!r})."
+            )
     _check_gradients_state(gradients)
     if parts_of(optimizer, DynamicLossScaleState):
         check_nesting(optimizer)
@@ -231,7 +217,7 @@ def check_transforms(
             '`model_state`="sync_mean" follows `sync`, and `optimizer` holds the parameter '
             f'transform: pass it as `sync`, or use "local". {USE_CHAIN}'
         )
-    averages = (_reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)) & set(axes)
+    averages = averaged & set(axes)
     exchanges = parts.independent or parts.sync is not None or moves or averages
     if num_replicas > 1 and not exchanges and not holds_state(unknown, "gradients"):
         axis = axes[0] if len(axes) == 1 else axes
@@ -256,20 +242,6 @@ def _check_facts(
         raise ValueError(
             f"`{name}` keeps state that differs between the devices of a replica: {wrong}. Put it "
             "after the average over these axes, or give its hook all inner axes in `axis_name`."
-        )
-
-
-def _check_inner_reduction(
-    updates: PyTree, inside: tuple[str, ...], needed: tuple[str, ...]
-) -> None:
-    """Raise `ValueError` for updates that differ between the devices of a replica.
-
-    `needed` are the axes over which gradients are averaged now, and those in `inside`.
-    """
-    if wrong := _varying_leaves(updates, inside):
-        raise ValueError(
-            f"`gradients` must average over the inner axes {inside}, between which updates still "
-            f"differ: {wrong}. Leave it out, or pass js.all_reduce_gradients({needed!r})."
         )
 
 
@@ -443,17 +415,16 @@ def check_is_state(state: TrainState) -> None:
 
 
 def check_donation(state: TrainState) -> None:
-    """Raise `ValueError` for a state whose buffers were donated, with which jax 0.10 may crash.
+    """Raise `ValueError` for a state whose buffers were donated, with which jax 0.10 may crash."""
+    check_not_donated("state", state.step, state.rng, state.params, state.opt_state)
 
-    Only the first array of parameters and of optimizer state is checked: all are donated together.
+
+def check_not_donated(argument: str, *trees: PyTree) -> None:
+    """Raise `ValueError` if a step was given one of the trees before, and reuses its buffers.
+
+    Only the first array of each is checked: all are donated together.
     """
-    first = first_array(state.params), first_array(state.opt_state)
-    check_not_donated("state", state.step, state.rng, *first)
-
-
-def check_not_donated(argument: str, *arrays: Any) -> None:
-    """Raise `ValueError` if a step was given one of the arrays before, and reuses its buffer."""
-    if any(map(is_deleted, arrays)):
+    if any(is_deleted(x) for tree in trees for x in jax.tree.leaves(tree)[:1]):
         raise ValueError(
             f"`{argument}` was given to a step before, which reuses its buffers (donate=True): go "
             f"on with the {argument} that it returned, or make the step with donate=False."
@@ -542,7 +513,7 @@ def check_window(window: Any, state: TrainState, weight: Any = ...) -> None:
 
     Also raise it if only one of `weight` and the window has weights; `...` skips that check.
     """
-    check_not_donated("window", first_array(window.grads.sum))
+    check_not_donated("window", window.grads.sum)
     _check_window_shapes(window, state)
     if weight is not ... and (weight is None) != (window.weight is None):
         raise ValueError(
@@ -564,8 +535,8 @@ def _check_window_shapes(window: GradientWindow, state: TrainState) -> None:
     for name in {**has, **holds}:
         if has.get(name) != holds.get(name):
             raise ValueError(
-                f"`window` must hold gradients of the parameters in `state`: of {name!r} `state` "
-                f"has shape {has.get(name)}, and the window {holds.get(name)}."
+                f"`window` must hold gradients of the parameters in `state`: leaf {name!r} has shape "
+                f"{has.get(name)} there and {holds.get(name)} in the window."
             )
 
 
@@ -583,19 +554,6 @@ def delete_gradients(window: GradientWindow) -> None:
 def is_deleted(x: Any) -> bool:
     """Return whether the buffer of an array was donated."""
     return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
-
-
-def first_array(tree: PyTree) -> Any:
-    """Return the first leaf of `tree` without flattening it; None if it has no leaf."""
-    # Every step calls this. isinstance is ten times faster for built-in than for abstract types.
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, tuple | list):
-        return tree if isinstance(tree, jax.Array) else next(iter(jax.tree.leaves(tree)), None)
-    for child in tree:
-        if (array := first_array(child)) is not None:
-            return array
-    return None
 
 
 def check_state_sharding(

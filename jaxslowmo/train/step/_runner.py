@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -20,7 +19,7 @@ from ...tracing import ready_order
 from ...transform import ReplicaGroup, replica_types, shardings
 from ...tree import leaf_names
 from .._batches import BatchPlacer, HostBatch, as_arrays, stack, type_and_sharding
-from .._train_state import HyperparamsPaths, TrainState, hyperparams_paths, replace_numbers
+from .._train_state import TrainState, hyperparams_dtypes, replace_numbers
 from . import _programs as programs
 from ._checks import (
     check_donation,
@@ -112,7 +111,7 @@ class Runner:
         self._last_state: tuple[Any, tuple[Any, ...]] = (lambda: None, ())
         self._known_kinds: set[Any] = set()  # kinds of states that passed the checks
         self._overlapped: OverlappedExchanges | None = None
-        self._numbers: HyperparamsPaths | None = None  # None before the first state
+        self._dtypes: list[dict[str, Any]] | None = None  # of hyperparameters, of the first state
         self._collected: ShardTypes | None = None  # of the last batch that went into a window
 
     # States.
@@ -454,30 +453,26 @@ class Runner:
     ) -> jax.stages.Lowered:
         """Return the lowered program of an update; nothing runs."""
         state = self.accept_state(state, runs=False)
-        axes = self.layout.data_axes
-        batch, weight = self.placer.place(inputs.batch, inputs.weight, axes)
-        upcoming, _ = self.placer.place(inputs.upcoming, None, axes)
-        inputs = inputs._replace(batch=batch, weight=weight, upcoming=upcoming)
-        self._replace_numbers(state)
-        task = self._update_task(state, ahead)
-        program = self.program(task, state, inputs)
-        inputs = self.dispatch_loss(task, state, inputs, runs=False)
-        return program.lower(state, *inputs)
+        return self._trace(self._update_task(state, ahead), state, inputs, self.mesh).lower()
 
     def trace_update(
         self, state: TrainState, batch: PyTree, phase: Phase | None
     ) -> jax.stages.Traced:
         """Return the traced program of an update in a phase; see `TrainStep.traced_by_phase`."""
-        state = self.accept_state(state, runs=False)
-        inputs = StepInputs(*self.placer.place(batch, None, self.layout.data_axes))
-        task = _update(phase, self._ahead)
-        mesh = with_device_per_position(self.mesh)
-        if mesh is self.mesh:
-            program = self.program(task, state, inputs)
-        else:
-            program = self._build(task, mesh)
-        ready = self.dispatch_loss(task, state, inputs, runs=False)
-        return program.trace(state, *ready)
+        state, task = self.accept_state(state, runs=False), _update(phase, self._ahead)
+        return self._trace(task, state, StepInputs(batch), with_device_per_position(self.mesh))
+
+    def _trace(
+        self, task: Task, state: TrainState, inputs: StepInputs, mesh: Any
+    ) -> jax.stages.Traced:
+        axes = self.layout.data_axes
+        batch, weight = self.placer.place(inputs.batch, inputs.weight, axes)
+        upcoming, _ = self.placer.place(inputs.upcoming, None, axes)
+        inputs = inputs._replace(batch=batch, weight=weight, upcoming=upcoming)
+        self._replace_numbers(state)
+        is_own = mesh is self.mesh
+        program = self.program(task, state, inputs) if is_own else self._build(task, mesh)
+        return program.trace(state, *self.dispatch_loss(task, state, inputs, runs=False))
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
         """Return the order in which gradients are ready; see `TrainStep.ready_order`."""
@@ -532,12 +527,10 @@ class Runner:
 
     def _replace_numbers(self, state: TrainState) -> None:
         """Replace plain numbers assigned to hyperparameters by arrays over the replicas."""
-        if self._numbers is None:
-            # Optax finds whether there are any; most optimizers have none to keep places of.
-            has_any = optax.tree.get_all_with_path(state.opt_state, "hyperparams")
-            self._numbers = hyperparams_paths(state.opt_state) if has_any else []
-        if self._numbers:
-            replace_numbers(state.opt_state, self._numbers)
+        if self._dtypes is None:
+            self._dtypes = hyperparams_dtypes(state.opt_state)
+        if self._dtypes:
+            replace_numbers(state.opt_state, self._dtypes)
 
 
 @lru_cache(maxsize=256)

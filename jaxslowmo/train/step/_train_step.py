@@ -27,7 +27,7 @@ from ...tree import check_arrays
 from .._batches import HostBatch
 from .._train_state import StepExchange, TrainState, initial_state
 from ._ahead import AheadMode, AheadStep
-from ._checks import check_axes, check_trainable, check_with_tables, checked_gradients, split_chain
+from ._checks import check_axes, check_trainable, check_with_tables, split_chain
 from ._dispatched import DispatchedGradients
 from ._first_run import compare_settings
 from ._gradients import BatchGradients, GradientWindow, Metrics, ModelStateMode, StepInputs
@@ -526,7 +526,7 @@ def make_train_step(
         batches = BatchGradients(loss=loss, accumulate=num_microbatches, **differentiation)
     step = Update(
         batches=batches,
-        gradients=None if gradients is None else checked_gradients(gradients),
+        gradients=None if gradients is None else over_stages(gradients),
         optimizer=optimizer,
         sync=None if exchange is None else exchange.bound(dict(mesh.shape)),
         axis_name=axis_name,

@@ -287,7 +287,7 @@ class Update:
                 before,
                 state.params,
                 value=None if value is None else averaging.mean(value, weight),
-                averaged=self.reduction_axes(averaged),
+                averaged=tuple(n for n in self.mapped_axes if n in {*averaged, *self.inner_axes}),
                 loss_at=self.batches.loss_at,
                 data=gathered.data,
                 weight=weight,
@@ -467,10 +467,6 @@ class Update:
             and not holds_state(optimizer_state, "parameters")
         )
 
-    def reduction_axes(self, averaged: set[str]) -> tuple[str, ...]:
-        """Return these replica axes and the inner ones, in the order of `mapped_axes`."""
-        return tuple(n for n in self.mapped_axes if n in {*averaged, *self.inner_axes})
-
     # The states of its parts, and their layout.
 
     def init_exchange(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
@@ -525,7 +521,12 @@ class Update:
         """Return the layout of states whose parameters have these specs over these axes."""
         replicas = axis_names(self.axis_name)
         free = [a for a in mesh.axis_names if a not in {*replicas, *axes}]
-        mapped = self.named_axes
+        # Axes that a part of the step names are mapped as replicas are.
+        parts = [tx for tx in (self.optimizer, self.gradients) if tx is not None]
+        groups = () if self.sync is None else self.sync.algorithm.groups
+        mapped = {name for tx in parts for name in spec_of(tx).axes}.union(
+            *(axis_names(group.local_axis_name or ()) for group in groups)
+        )
         if has_device_per_position(mesh):  # of Explicit axes a loss would have to know the layout
             types = zip(mesh.axis_names, mesh.axis_types, strict=True)
             mapped |= {name for name, kind in types if kind == AxisType.Explicit}
@@ -545,16 +546,6 @@ class Update:
     def maps_inner_axes(self) -> bool:
         """Whether all axes inside a replica that shard no parameter are mapped."""
         return self.program.param_types is not None
-
-    @property
-    def named_axes(self) -> set[str]:
-        """Axes inside a replica that a part of the step names, which are mapped as replicas are."""
-        parts = [spec_of(self.optimizer)]
-        if self.gradients is not None:
-            parts.append(spec_of(self.gradients))
-        named = {name for part in parts for name in part.axes}
-        groups = () if self.sync is None else self.sync.algorithm.groups
-        return named.union(*(axis_names(group.local_axis_name or ()) for group in groups))
 
     def with_layout(self, layout: Layout) -> Self:
         """Return this update for a layout."""
