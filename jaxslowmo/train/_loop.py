@@ -259,7 +259,17 @@ def train_loop(
         prefetch = 0 if isinstance(batches, Iterator) else _PREFETCH
     done = _completed_steps(state, end)
     if per_call > 1:
-        _check_steps_per_call(step, per_call, accumulate)
+        if accumulate > 1:
+            raise ValueError(
+                f"`steps_per_call`={per_call} needs `accumulate`=1, got {accumulate}: give larger "
+                "batches, which js.make_train_step(accumulate=) splits."
+            )
+        # The class is asked, since one in js.reports.measured has the attributes of the step in it.
+        if not hasattr(type(step), "scan"):
+            raise ValueError(
+                f"`steps_per_call`={per_call} needs a step of js.make_train_step or "
+                f"js.with_exchange without a wrapper, got {type(step).__name__}."
+            )
         length = functools.partial(_call_length, per_call, end, schedules)
         calls = ScanBatches(iter(batches), length, done)
         pipeline = ScanPipeline(step, state, calls, depth=prefetch)
@@ -270,21 +280,6 @@ def train_loop(
     if end is not None:
         pipeline._limit_batches(max(0, end - done) * accumulate)
     return _run(pipeline, end, hooks, schedules, done)
-
-
-def _check_steps_per_call(step: Any, per_call: int, accumulate: int) -> None:
-    """Raise `ValueError` for what cannot run several updates in a call."""
-    if accumulate > 1:
-        raise ValueError(
-            f"`steps_per_call`={per_call} needs `accumulate`=1, got {accumulate}: give larger "
-            "batches, which js.make_train_step(accumulate=) splits."
-        )
-    # The class is asked, since a step in js.reports.measured has the attributes of the step in it.
-    if not hasattr(type(step), "scan"):
-        raise ValueError(
-            f"`steps_per_call`={per_call} needs a step of js.make_train_step or js.with_exchange "
-            f"without a wrapper, got {type(step).__name__}."
-        )
 
 
 def _call_length(per_call: int, end: int | None, schedules: Sequence[Every], done: int) -> int:

@@ -20,7 +20,6 @@ from ..mesh import (
     key_bits,
     map_replicas,
     per_replica_keys,
-    replicate,
     replicate_argument,
 )
 from ..tree import leaf_names
@@ -91,37 +90,6 @@ def update_count(state: Any) -> int:
     return int(np.ravel(jax.device_get(local))[0])
 
 
-def initial_state(
-    stacked: PyTree,
-    opt_state: PyTree,
-    exchange: StepExchange,
-    *,
-    mesh: AnyMesh,
-    axis_name: AxisName,
-    model_state: PyTree | None,
-    seed: int,
-) -> TrainState:
-    """Return a state before its first update, from what is stacked already.
-
-    Communication: none between replicas.
-    """
-    one_state = {} if model_state is None else model_state
-    _warn_of_rbg(one_state, mesh)
-    return TrainState(
-        step=replicate(jax.device_put(np.int32(0)), mesh=mesh, axis_name=axis_name),
-        params=stacked,
-        opt_state=opt_state,
-        model_state=with_own_keys(
-            "model_state",
-            replicate_argument("model_state", one_state, mesh=mesh, axis_name=axis_name),
-            mesh=mesh,
-            axis_name=axis_name,
-        ),
-        rng=_replica_keys(seed, mesh, axis_name),
-        exchange=exchange,
-    )
-
-
 def with_own_keys(name: str, stacked: PyTree, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
     """Return the argument `name`, stacked, with different keys per replica.
 
@@ -150,7 +118,7 @@ def with_own_keys(name: str, stacked: PyTree, *, mesh: AnyMesh, axis_name: AxisN
     return structure.unflatten(leaves)
 
 
-def _warn_of_rbg(model_state: PyTree, mesh: AnyMesh) -> None:
+def warn_of_rbg(model_state: PyTree, mesh: AnyMesh) -> None:
     """Warn where replicas under `vmap` draw other numbers than on devices of their own."""
     if has_device_per_position(mesh):
         return
@@ -177,7 +145,7 @@ def _stacked_raw_keys(model_state: PyTree) -> list[str]:
     return list(itertools.compress(leaf_names(model_state), is_raw)) if any(is_raw) else []
 
 
-def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:
+def replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:
     """Return the data of a key per replica: the seed's key with the replica's index folded in."""
     bits = replicate_argument("seed", key_bits(seed), mesh=mesh, axis_name=axis_name)
     return _keys_fn(mesh, axis_name)(bits)

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -88,55 +88,48 @@ def uneven_batches(
             f"{_OWNER}: `shares` must be {len(local_replicas)}, one for each replica of this "
             f"process, got {len(shares)}."
         )
-    gather = _NoteExchange(mesh) if is_multi_process(mesh) else None
+    gather = _note_exchange(mesh) if is_multi_process(mesh) else None
     return _weighted_batches([iter(share) for share in shares], mesh, axes, gather, on_exhausted)
 
 
-class _NoteExchange:
-    """An exchange of notes between the processes of a mesh, once for each batch.
+_Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
+def _note_exchange(mesh: Mesh) -> _Gather:
+    """Return a function that exchanges notes between the processes of a mesh, once for each batch.
 
     The notes go over the coordinator: an exchange between devices would wait for all steps that
-    were started before. All processes make these objects in the same order.
+    were started before. All processes make these functions in the same order.
     """
+    processes, topic, numbers = process_indices(mesh), new_topic("uneven", mesh), itertools.count(1)
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._processes, self._topic = process_indices(mesh), new_topic("uneven", mesh)
-        self._batches = 0
-
-    def __call__(self, note: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the notes of all processes.
-
-        Raises:
-          RuntimeError: another process could not load its batch, or does not answer.
-
-        Communication: that of `gather_notes`.
-        """
-        self._batches += 1
-        topic = f"{self._topic}/{self._batches}"
+    def gather(note: dict[str, Any]) -> list[dict[str, Any]]:
+        number = next(numbers)
         try:
-            texts = gather_notes(topic, json.dumps(note), self._processes, PATIENCE_SECONDS)
+            texts = gather_notes(f"{topic}/{number}", json.dumps(note), processes, PATIENCE_SECONDS)
         except NoNoteError as error:
             raise RuntimeError(
-                f"{_OWNER}: another process has not given batch {self._batches} for "
-                f"{PATIENCE_SECONDS:g} s."
+                f"{_OWNER}: another process gave no batch {number} for {PATIENCE_SECONDS:g} s."
             ) from error
-        if jax.process_index() == self._processes[0]:
+        if jax.process_index() == processes[0]:
             # Processes that sent a note for this batch have read the notes for the one before.
-            delete_notes(f"{self._topic}/{self._batches - 1}")
+            delete_notes(f"{topic}/{number - 1}")
         notes = [json.loads(text) for text in texts]
-        for process, each in zip(self._processes, notes, strict=True):
+        for process, each in zip(processes, notes, strict=True):
             if "error" in each:
                 raise RuntimeError(
                     f"{_OWNER}: `shares` of process {process} ended in an error: {each['error']}"
                 )
         return notes
 
+    return gather
+
 
 def _weighted_batches(
     shares: list[Iterator[PyTree]],
     mesh: AnyMesh,
     axes: tuple[str, ...],
-    gather: _NoteExchange | None,
+    gather: _Gather | None,
     on_exhausted: str,
 ) -> Iterator[WeightedBatch]:
     local_replicas = own_parts(mesh, axes)

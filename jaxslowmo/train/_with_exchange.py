@@ -47,7 +47,7 @@ from ..tree import check_arrays, leaf_names, not_floating
 from ._batches import BatchPlacer
 from ._train_state import ReplicaState, StepExchange, TrainState, with_own_keys
 from .step._checks import check_axes, check_not_donated, check_same_model
-from .step._first_run import has_local_steps, program_checks
+from .step._first_run import program_checks
 from .step._gradients import old_if_idle, restore_statistics_if, statistics, with_statistics
 from .step._in_flight import StepsInFlight
 from .step._optimized import Averaging, Weights, accepted_arguments, optimizer_rate
@@ -290,10 +290,7 @@ class ExchangingStep:
         self._programs: dict[Any, Any] = {}
         self._in_flight = StepsInFlight()
         self._program_checks = program_checks(
-            mesh,
-            axis_name,
-            update.map_with,
-            has_local_steps=has_local_steps(update.gradients, self.sync),
+            mesh, axis_name, update.map_with, update.gradients, self.sync
         )
 
     def init(self, state: PyTree) -> ReplicaState:

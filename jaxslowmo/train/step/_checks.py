@@ -289,14 +289,6 @@ def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
                 )
 
 
-# States of transforms of this package that act on a whole update, but in the step see its dense
-# part only.
-_SEE_DENSE_ALONE: dict[type, str] = {
-    ClipByGlobalNormState: "js.clip_by_global_norm, a norm of the whole model: pass it in "
-    "`gradients`, or clip dense gradients alone by optax.clip_by_global_norm",
-}
-
-
 def check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
     """Raise `ValueError` for an `optimizer` with transforms that table rows would need, too."""
     wrong = [
@@ -306,7 +298,8 @@ def check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
     ]
     if parts_of(unknown, DynamicLossScaleState):
         wrong.append(f"a js.dynamic_loss_scale that the step does not see. {USE_CHAIN}")
-    wrong += [text for kind, text in _SEE_DENSE_ALONE.items() if parts_of(optimizer, kind)]
+    if parts_of(optimizer, ClipByGlobalNormState):
+        wrong.append("js.clip_by_global_norm, a norm of the whole model: pass it in `gradients`")
     for _, known in known_states(optimizer):
         if known.with_tables:
             wrong.append(f"{known.name}, and {known.with_tables}: {known.instead}")
@@ -424,7 +417,8 @@ def check_not_donated(argument: str, *trees: PyTree) -> None:
 
     Only the first array of each is checked: all are donated together.
     """
-    if any(is_deleted(x) for tree in trees for x in jax.tree.leaves(tree)[:1]):
+    first = [x for tree in trees for x in jax.tree.leaves(tree)[:1] if isinstance(x, jax.Array)]
+    if any(x.is_deleted() for x in first if not isinstance(x, Tracer)):
         raise ValueError(
             f"`{argument}` was given to a step before, which reuses its buffers (donate=True): go "
             f"on with the {argument} that it returned, or make the step with donate=False."
@@ -514,16 +508,6 @@ def check_window(window: Any, state: TrainState, weight: Any = ...) -> None:
     Also raise it if only one of `weight` and the window has weights; `...` skips that check.
     """
     check_not_donated("window", window.grads.sum)
-    _check_window_shapes(window, state)
-    if weight is not ... and (weight is None) != (window.weight is None):
-        raise ValueError(
-            "`weight` must be given for all batches of a window or for none, and those before had "
-            f"{'none' if window.weight is None else 'one'}."
-        )
-
-
-def _check_window_shapes(window: GradientWindow, state: TrainState) -> None:
-    """Raise `ValueError` if the window's sums do not have the shapes of the parameters."""
     if state.step.shape != window.count.shape:
         raise ValueError(
             f"`window` must be of {state.step.shape} replicas as `state`, got {window.count.shape}."
@@ -535,9 +519,14 @@ def _check_window_shapes(window: GradientWindow, state: TrainState) -> None:
     for name in {**has, **holds}:
         if has.get(name) != holds.get(name):
             raise ValueError(
-                f"`window` must hold gradients of the parameters in `state`: leaf {name!r} has shape "
-                f"{has.get(name)} there and {holds.get(name)} in the window."
+                f"`window` must hold gradients of the parameters in `state`: leaf {name!r} has "
+                f"shape {has.get(name)} there and {holds.get(name)} in the window."
             )
+    if weight is not ... and (weight is None) != (window.weight is None):
+        raise ValueError(
+            "`weight` must be given for all batches of a window or for none, and those before had "
+            f"{'none' if window.weight is None else 'one'}."
+        )
 
 
 def delete_gradients(window: GradientWindow) -> None:
@@ -549,11 +538,6 @@ def delete_gradients(window: GradientWindow) -> None:
     for x in jax.tree.leaves(window.grads.sum):
         if not isinstance(x, Tracer):
             x.delete()
-
-
-def is_deleted(x: Any) -> bool:
-    """Return whether the buffer of an array was donated."""
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
 
 
 def check_state_sharding(

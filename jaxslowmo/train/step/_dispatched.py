@@ -72,10 +72,6 @@ class DispatchedGradients(BatchGradients):
 
     # On the host.
 
-    def is_due(self, inputs: StepInputs) -> bool:
-        """Return whether the inputs hold a batch without its results."""
-        return inputs.batch is not None and not isinstance(inputs.batch, WithResults)
-
     def task(self, task: Task, inputs: StepInputs) -> Task:
         """Return the task of the program that says what the loss function receives for a task."""
         collects = inputs.window is not None or task.method in ("open_window", "collect")

@@ -46,9 +46,7 @@ def compare_settings(settings: Mapping[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    lines: Description = {}
-    for name, x in settings.items():
-        lines |= describe_value(x, f"`{name}`")
+    lines = dict(line for name, x in settings.items() for line in describe_value(x, f"`{name}`"))
     compare_descriptions("make_train_step: settings", lines)
 
 
@@ -114,8 +112,8 @@ def program_checks(
     mesh: AnyMesh,
     axis_name: AxisName,
     map_with: MapWith,
-    *,
-    has_local_steps: bool,
+    gradients: Any,
+    sync: ParameterTransform | None,
     check_compiled: Callable[[str], None] | None = None,
 ) -> list[_BeforeRun]:
     """Return what is called before each run of a program; nothing where nothing can be wrong.
@@ -124,7 +122,8 @@ def program_checks(
       mesh: the mesh of the step.
       axis_name: the axis of the replicas, or several.
       map_with: how the local step is mapped.
-      has_local_steps: whether there are updates in which no part of a step sends anything.
+      gradients: the reduction of gradients; None without one.
+      sync: the exchange of parameters; None without one.
       check_compiled: function of the text of each compiled program, that of a `LossProgram`.
     """
     checks = [before_first_run(_compare_programs(mesh))] if is_multi_process(mesh) else []
@@ -134,25 +133,23 @@ def program_checks(
     split = {name for name, size in device_mesh(mesh).shape.items() if size > 1}
     shares_devices = not has_device_per_position(mesh)
     is_vmapped = split if shares_devices else split - replicas and map_with == "vmap"
-    if has_local_steps and is_vmapped:
+    if (
+        is_vmapped
+        and gradients is None
+        and sync is not None
+        and (
+            sync.algorithm.needs or () in sync.phases()  # what is not known yet is rare
+        )
+    ):
         checks.append(_warn_of_traffic(device_mesh(mesh), replicas, 4 if shares_devices else 0))
     if check_compiled is not None:
-        checks.append(
+
+        def check(program: Any, name: str, phase: Phase | None, *args: Any) -> None:
             # The program's call does not compile it again.
-            before_first_run(
-                lambda program, _, __, *args: check_compiled(
-                    program.lower(*args).compile().as_text() or ""
-                )
-            )
-        )
+            check_compiled(program.lower(*args).compile().as_text() or "")
+
+        checks.append(before_first_run(check))
     return checks
-
-
-def has_local_steps(gradients: Any, sync: ParameterTransform | None) -> bool:
-    """Return whether a step with these exchanges has updates in which nothing is to be sent."""
-    if gradients is not None or sync is None:
-        return False
-    return bool(sync.algorithm.needs) or () in sync.phases()  # what is not known yet is rare
 
 
 def before_first_run(check: _BeforeRun) -> _BeforeRun:

@@ -18,12 +18,12 @@ from jax import lax
 from ..._support.scopes import METRICS, MODEL_STATE
 from ..._support.types import AxisName, PyTree
 from ...embedding import BatchWithVectors, PrefetchedRows, accumulate_rows, empty_rows, row_means
-from ...gradients.precision import DynamicLossScaleState, loss_scale_of, scaled_value_and_grad
+from ...gradients.precision import loss_scale_of, scaled_value_and_grad
 from ...gradients.sparse import Rows
 from ...mesh import broadcast_from_first, is_shared_leaf, per_replica_keys, position_key
 from ...tracing import FullLoss, as_quotient, ready_order
 from ...transform import ReplicaGroup, unless_idle
-from ...tree import WeightedSum, add, at_least_float32, cast, parts_of, zeros_like
+from ...tree import WeightedSum, add, at_least_float32, cast, zeros_like
 from .._train_state import TrainState
 
 Metrics = dict[str, Any]
@@ -315,16 +315,68 @@ class BatchGradients:
     def differentiate(
         self, state: TrainState, params: PyTree, batch: PyTree, key: jax.Array, model_state: PyTree
     ) -> tuple[Any, PyTree, PyTree]:
-        """Return the results of `value_and_gradients`, with the loss scale of `state`."""
-        scale = None
-        if parts_of(state.opt_state, DynamicLossScaleState):
-            scale = loss_scale_of(state.opt_state)
-        return value_and_gradients(
-            *(self.loss, params, batch, key, model_state, scale),
-            accumulate=self.accumulate,
-            num_devices=self.num_devices,
-            divides=self.unscales,
+        """Return results and mean gradients over the microbatches of a batch.
+
+        The results are metrics, as `with_loss` returns them, and model state, which passes from
+        microbatch to microbatch. Gradients and the loss are summed in at least float32 and returned
+        in their own dtypes; losses that are pairs `(sum, weight)`, and their gradients, are
+        weighted. With a loss scale in `state` gradients are those of the loss times the scale,
+        divided by it again if the step `unscales`; the loss is then at least float32. The last
+        result is the gradient of the vectors of a batch `BatchWithVectors`, per example; None for
+        other batches.
+
+        Communication: none, whatever the number of microbatches.
+        """
+
+        def differentiable_loss(
+            both: tuple[PyTree, PyTree], part: PyTree, key: jax.Array, state: PyTree
+        ):
+            params, embedded = both
+            if embedded is not None:
+                part = part._replace(embedded=embedded)
+            value, aux = self.loss(params, part, rng=key, model_state=state)
+            value, weight = as_quotient(value)
+            return value, (weight, aux)
+
+        grad_fn = jax.value_and_grad(differentiable_loss, has_aux=True)
+        if (scale := loss_scale_of(state.opt_state)) is not None:
+            grad_fn = scaled_value_and_grad(differentiable_loss, scale, divides=self.unscales)
+
+        def one(state: PyTree, part: PyTree, key: jax.Array):
+            both = params, part.embedded if isinstance(part, BatchWithVectors) else None
+            (value, aux), (grads, embedded_grads) = grad_fn(both, part, key, state)
+            weight, (metrics, state) = aux
+            return (with_loss(metrics, value, weight), state), grads, embedded_grads
+
+        if self.accumulate == 1:
+            return one(model_state, batch, key)
+        parts = split_batch(batch, self.accumulate, self.num_devices)
+        keys = jax.random.split(key, self.accumulate)
+        first = jax.tree.map(lambda x: x[0], parts)
+        (like, _), *_ = jax.eval_shape(one, model_state, first, keys[0])
+
+        def add_part(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
+            sums, state = carry
+            (metrics, state), grads, embedded_grads = one(state, *x)
+            terms = _terms(grads, metrics, metrics.get("loss_weight"))
+            return (jax.tree.map(add, sums, terms), state), embedded_grads
+
+        zeros = _zero_sums(params, like, like.get("loss_weight"))
+        (sums, model_state), embedded_grads = lax.scan(
+            add_part, (zeros, model_state), (parts, keys)
         )
+        grads = jax.tree.map(lambda g, p: cast(g, p.dtype), sums[0].mean, params)
+        metrics = mean_metrics(sums[1])
+        metrics = {**metrics, "loss": cast(metrics["loss"], like["loss"].dtype)}
+
+        def per_example(g: jax.Array, embedded: jax.Array) -> jax.Array:
+            # An example has a gradient in its own microbatch only; one that all share, in each.
+            g = g / self.accumulate
+            return g.sum(0) if is_shared_leaf(embedded) else g.reshape(embedded.shape)
+
+        if isinstance(batch, BatchWithVectors):
+            embedded_grads = jax.tree.map(per_example, embedded_grads, batch.embedded)
+        return (metrics, model_state), grads, embedded_grads
 
     def _sync_model_state(self, gradients: Gradients, before: PyTree) -> Gradients:
         """Make model state equal on all devices of a replica; that of an idle one is `before`."""
@@ -355,80 +407,6 @@ class BatchGradients:
                 whole = of_loss.weight * lax.axis_size(axes)
                 metrics = {**metrics, "loss": of_loss.mean, "loss_weight": whole}
         return metrics if weight is None else {**unless_idle(metrics, weight), "weight": weight}
-
-
-def value_and_gradients(
-    loss: FullLoss,
-    params: PyTree,
-    batch: PyTree,
-    rng: jax.Array,
-    model_state: PyTree,
-    scale: jax.Array | None = None,
-    *,
-    accumulate: int,
-    num_devices: int = 1,
-    divides: bool = True,
-) -> tuple[tuple[Metrics, PyTree], PyTree, PyTree]:
-    """Return results and mean gradients over `accumulate` microbatches of a batch.
-
-    The results are metrics, as `with_loss` returns them, and model state. Gradients and the loss
-    are summed in at least float32 and returned in their own dtypes; losses that are pairs
-    `(sum, weight)`, and their gradients, are weighted. Model state passes from microbatch to
-    microbatch. With a `scale`, gradients are taken of the loss times `scale`, and divided by it
-    again unless `divides` is False; the loss is then at least float32. The last result is the
-    gradient of the vectors of a batch `BatchWithVectors`, per example; None for other batches.
-
-    Communication: none, whatever the number of microbatches.
-    """
-
-    def differentiable_loss(
-        both: tuple[PyTree, PyTree], part: PyTree, key: jax.Array, state: PyTree
-    ):
-        params, embedded = both
-        if embedded is not None:
-            part = part._replace(embedded=embedded)
-        value, aux = loss(params, part, rng=key, model_state=state)
-        value, weight = as_quotient(value)
-        return value, (weight, aux)
-
-    if scale is None:
-        grad_fn = jax.value_and_grad(differentiable_loss, has_aux=True)
-    else:
-        grad_fn = scaled_value_and_grad(differentiable_loss, scale, divides=divides)
-
-    def one(state: PyTree, part: PyTree, key: jax.Array):
-        both = params, part.embedded if isinstance(part, BatchWithVectors) else None
-        (value, aux), (grads, embedded_grads) = grad_fn(both, part, key, state)
-        weight, (metrics, state) = aux
-        return (with_loss(metrics, value, weight), state), grads, embedded_grads
-
-    if accumulate == 1:
-        return one(model_state, batch, rng)
-    parts = split_batch(batch, accumulate, num_devices)
-    keys = jax.random.split(rng, accumulate)
-    first = jax.tree.map(lambda x: x[0], parts)
-    (like, _), *_ = jax.eval_shape(one, model_state, first, keys[0])
-
-    def add_part(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
-        sums, state = carry
-        (metrics, state), grads, embedded_grads = one(state, *x)
-        terms = _terms(grads, metrics, metrics.get("loss_weight"))
-        return (jax.tree.map(add, sums, terms), state), embedded_grads
-
-    zeros = _zero_sums(params, like, like.get("loss_weight"))
-    (sums, model_state), embedded_grads = lax.scan(add_part, (zeros, model_state), (parts, keys))
-    grads = jax.tree.map(lambda g, p: cast(g, p.dtype), sums[0].mean, params)
-    metrics = mean_metrics(sums[1])
-    metrics = {**metrics, "loss": cast(metrics["loss"], like["loss"].dtype)}
-
-    def per_example(g: jax.Array, embedded: jax.Array) -> jax.Array:
-        # An example has a gradient in its own microbatch only. One that all share has one in each.
-        g = g / accumulate
-        return g.sum(0) if is_shared_leaf(embedded) else g.reshape(embedded.shape)
-
-    if isinstance(batch, BatchWithVectors):
-        embedded_grads = jax.tree.map(per_example, embedded_grads, batch.embedded)
-    return (metrics, model_state), grads, embedded_grads
 
 
 def split_batch(batch: PyTree, parts: int, num_devices: int = 1) -> PyTree:

@@ -163,8 +163,7 @@ def _compare_counters(results: PyTree, calls: int) -> None:
         if least != most:
             raise ValueError(
                 f"bounded: after {calls} calls {name} has counted {least} updates on replica "
-                f"{replica} and {most} on replica {its}, so the next exchange would hang. Does the "
-                "step keep old optimizer state? See docs/before-you-move-pmean.md."
+                f"{replica} and {most} on replica {its}: see docs/before-you-move-pmean.md."
             )
 
 

@@ -172,14 +172,10 @@ def result_shardings(
         none: Any = GradientWindow._make([None] * len(GradientWindow._fields))
         return none._replace(grads=WeightedSum(totals, each), rows=each)
 
-    shardings: dict[str, Callable[[], Any]] = {
-        "state": lambda: state,
-        "metrics": lambda: None,
-        "carry": lambda: each,
-        "arguments": lambda: None,
-        "window": window_shardings,
-    }
-    return jax.tree.map(lambda result: shardings[result](), task.results)
+    shardings = {"state": state, "carry": each}
+    return jax.tree.map(
+        lambda name: window_shardings() if name == "window" else shardings.get(name), task.results
+    )
 
 
 # The phases of updates.

@@ -34,8 +34,8 @@ from ._checks import (
     delete_gradients,
     without_optimizer,
 )
-from ._dispatched import DispatchedGradients
-from ._first_run import has_local_steps, program_checks
+from ._dispatched import DispatchedGradients, WithResults
+from ._first_run import program_checks
 from ._gradients import GradientWindow, Metrics, StepInputs
 from ._in_flight import StepsInFlight
 from ._overlapped_exchanges import OverlappedExchanges
@@ -102,8 +102,7 @@ class Runner:
         self.placer = BatchPlacer(mesh, update.axis_name, host_batch, embeddings)
         self._in_flight = StepsInFlight()
         self._program_checks = program_checks(
-            *(mesh, update.axis_name, update.map_with),
-            has_local_steps=has_local_steps(update.gradients, update.sync),
+            *(mesh, update.axis_name, update.map_with, update.gradients, update.sync),
             check_compiled=update.program.check_compiled,
         )
         self.phases, self._rooms = Phases(update.sync, mode), RecentValues()
@@ -501,7 +500,8 @@ class Runner:
           runs: whether to compute the results; False returns their types.
         """
         batches = self.update.batches
-        if not isinstance(batches, DispatchedGradients) or not batches.is_due(inputs):
+        is_ready = inputs.batch is None or isinstance(inputs.batch, WithResults)
+        if is_ready or not isinstance(batches, DispatchedGradients):
             return inputs
         state = without_optimizer(state)
         which = batches.task(task, inputs)

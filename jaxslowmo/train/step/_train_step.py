@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import optax
 
 from ..._support.checks import check_choice, checked_int, checks_flags
@@ -19,13 +20,14 @@ from ...mesh import (
     describe,
     device_mesh,
     replica_count,
+    replicate,
     replicate_argument,
 )
 from ...tracing import as_full_loss, state_types
 from ...transform import LossProgram, ParameterTransform, over_stages, spec_of
 from ...tree import check_arrays
 from .._batches import HostBatch
-from .._train_state import StepExchange, TrainState, initial_state
+from .._train_state import StepExchange, TrainState, replica_keys, warn_of_rbg, with_own_keys
 from ._ahead import AheadMode, AheadStep
 from ._checks import check_axes, check_trainable, check_with_tables, split_chain
 from ._dispatched import DispatchedGradients
@@ -95,9 +97,15 @@ class TrainStep:
                     f"{jax.tree.structure(opt_state)}."
                 )
             optimizer = replicate_argument("opt_state", opt_state, **placement)
-        exchange = StepExchange(*parts.init_exchange(stacked, self.mesh), gradients)
-        state = initial_state(
-            stacked, optimizer, exchange, model_state=model_state, seed=seed, **placement
+        warn_of_rbg(model_state, self.mesh)
+        states = replicate_argument("model_state", model_state, **placement)
+        state = TrainState(
+            step=replicate(jax.device_put(np.int32(0)), **placement),
+            params=stacked,
+            opt_state=optimizer,
+            model_state=with_own_keys("model_state", states, **placement),
+            rng=replica_keys(seed, self.mesh, self.axis_name),
+            exchange=StepExchange(*parts.init_exchange(stacked, self.mesh), gradients),
         )
         return self._runner.accept_initial_state(state)
 
@@ -356,16 +364,9 @@ class TrainStep:
         """
         return self._runner.lower(state, StepInputs(batch, weight, window))
 
-    def compiled(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        weight: Any = None,
-        *,
-        window: GradientWindow | None = None,
-    ) -> jax.stages.Compiled:
+    def compiled(self, *args: Any, **options: Any) -> jax.stages.Compiled:
         """Return the compiled program of `lower`, compiling it if needed; nothing runs."""
-        return self.lower(state, batch, weight, window=window).compile()
+        return self.lower(*args, **options).compile()
 
     def ahead(self, mode: AheadMode, num_exact: int = 0, *, room: float = 0.25) -> AheadStep:
         """Return this step with table lookups for the next batch in it; see `AheadStep`."""

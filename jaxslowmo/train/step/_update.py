@@ -53,6 +53,7 @@ from ...transform import (
     init,
     phase_scope,
     spec_of,
+    takes_extra,
     unless_idle,
     unreplicate_number,
     vmap_replicas,
@@ -63,6 +64,7 @@ from ._gradients import (
     BatchGradients,
     Gradients,
     GradientWindow,
+    LossData,
     Metrics,
     StepInputs,
     as_value,
@@ -72,7 +74,14 @@ from ._gradients import (
     statistics,
     with_statistics,
 )
-from ._optimized import Averaging, Weights, accepted_arguments, optimizer_rate, run_optimizer
+from ._optimized import (
+    USE_CHAIN,
+    Averaging,
+    Weights,
+    accepted_arguments,
+    optimizer_rate,
+    raising_value_fn,
+)
 
 
 class Layout(NamedTuple):
@@ -244,7 +253,11 @@ class Update:
     ) -> ReducedGradients:
         """Average gradients and the loss; `like` is this device's part of a batch, or its types."""
         before, specs = state.exchange.gradients, self.param_specs
-        axes, order = self.unreduced_axes(before), self.ready_order_fn(state, like)
+        axes, order = self.unreduced_axes(before), None
+        # A pipeline finishes all gradients with the last microbatch.
+        if self.program.param_types is None and self.map_with != "vmap":
+            # Called only where the order matters, since it traces the loss once more.
+            order = cache(partial(self.batches.ready_order, state, like))
         loss: jax.Array | None = as_value(gathered.metrics["loss"])
         weight, loss_weight = self.gradient_weights(gathered, axes)
         grads, after = self.average_inner_axes(gathered, axes, order), before
@@ -275,30 +288,21 @@ class Update:
 
         `finite` says whether what the optimizer is not given, rows of tables, is finite.
         """
-        before, weight, value = state.opt_state, reduced.loss_weight, reduced.loss
+        before = state.opt_state
         averaging = Averaging.from_transform(self.optimizer, before, self.axis_name)
-        averaged = averaging.axes | reduced.axes
-        if averaging.has_unknown and not averaged.isdisjoint(axis_names(self.axis_name)):
-            value = None
         with jax.named_scope("optimizer"):
-            updates, after = run_optimizer(
-                self.optimizer,
-                reduced.grads,
-                before,
-                state.params,
-                value=None if value is None else averaging.mean(value, weight),
-                averaged=tuple(n for n in self.mapped_axes if n in {*averaged, *self.inner_axes}),
-                loss_at=self.batches.loss_at,
-                data=gathered.data,
-                weight=weight,
-                finite=finite,
-                param_specs=self.param_specs,
-            )
+            updates, after = self._run_optimizer(state, reduced, gathered.data, averaging, finite)
         wants_rate = self.sync is not None and self.sync.algorithm.needs_rate
         rate = optimizer_rate(after) if wants_rate else None
         weights = reduced.weights.after_averaging(averaging)
         # Where nothing makes replicas agree, an idle one cannot follow others.
-        alone = self.never_syncs(reduced.axes, before)
+        alone = (
+            self.sync is None
+            and not reduced.axes
+            and (self.gradients is None or self.independent)
+            and not holds_state(before, "gradients")
+            and not holds_state(before, "parameters")
+        )
         own_weight = weights.update if alone or self.sync is not None else None
         if own_weight is not None:
             after = old_if_idle(own_weight, after, before)
@@ -319,6 +323,47 @@ class Update:
             rate=rate,
             step=increment(state.step),
         )
+
+    def _run_optimizer(
+        self,
+        state: TrainState,
+        reduced: ReducedGradients,
+        data: LossData | None,
+        averaging: Averaging,
+        finite: jax.Array | None,
+    ) -> tuple[PyTree, PyTree]:
+        """Call the optimizer with what its spec and its state say that it takes.
+
+        `value` is the loss, averaged as gradients are; there is none if transforms average them
+        that declare nothing. `value_fn` is the replica's own loss at other parameters, which raises
+        where gradients are averaged, or the batches are gone.
+
+        Communication: the optimizer's.
+        """
+        before, spec = state.opt_state, spec_of(self.optimizer)
+        averaged, value = averaging.axes | reduced.axes, reduced.loss
+        if averaging.has_unknown and not averaged.isdisjoint(axis_names(self.axis_name)):
+            value = None
+        axes = tuple(n for n in self.mapped_axes if n in {*averaged, *self.inner_axes})
+        value_fn = raising_value_fn(axes)
+        if data is not None and not axes:
+            value_fn = partial(self.batches.loss_at, data=data)
+        extra = {"grad": reduced.grads, "value_fn": value_fn}
+        if value is not None:
+            extra["value"] = averaging.mean(value, reduced.loss_weight)
+        given = {"unscaled": True, "param_specs": self.param_specs, "finite": finite}
+        extra |= accepted_arguments(spec, before, weight=reduced.loss_weight, **given)
+        if not takes_extra(before):
+            extra = {name: x for name, x in extra.items() if name in spec.takes - {"weight"}}
+        try:
+            return self.optimizer.update(reduced.grads, before, state.params, **extra)
+        except Exception as error:
+            if value is None:
+                error.add_note(
+                    "If `optimizer` asks for `value`: the step passes none where transforms that "
+                    f"it does not see average gradients. {USE_CHAIN}"
+                )
+            raise
 
     def exchange_params(
         self,
@@ -447,25 +492,6 @@ class Update:
         is_known = isinstance(self.gradients, GradientTransform) and not spec.axes
         is_known = is_known and not holds_state(spec.unknown(state), "gradients")
         return inner_axes if is_known else ()
-
-    def ready_order_fn(self, state: TrainState, like: PyTree) -> ReadyOrder | None:
-        """Return a function for the order in which gradients are ready, for a batch like `like`.
-
-        It is called only where the order matters, since it traces the loss once more. None is the
-        order of leaves: a pipeline finishes all gradients with the last microbatch.
-        """
-        find = cache(partial(self.batches.ready_order, state, like))
-        return find if self.program.param_types is None and self.map_with != "vmap" else None
-
-    def never_syncs(self, averaged: set[str], optimizer_state: PyTree) -> bool:
-        """Return whether nothing makes replicas agree; `averaged` are axes of `gradients`."""
-        return (
-            self.sync is None
-            and not averaged
-            and (self.gradients is None or self.independent)
-            and not holds_state(optimizer_state, "gradients")
-            and not holds_state(optimizer_state, "parameters")
-        )
 
     # The states of its parts, and their layout.
 
