@@ -279,6 +279,9 @@ def _in_lists_of_numbers(batch: PyTree) -> list[bool]:
     return [is_list_of_numbers(x) for x in nodes for _ in jax.tree.leaves(x)]
 
 
+# Placing.
+
+
 def type_and_sharding(x: Any) -> Any:
     """Return type and placement of an array on devices; None for other values."""
     is_array = isinstance(x, jax.Array) and not isinstance(x, Tracer)
@@ -639,6 +642,9 @@ class BatchPlacer:
 
         digests = {str(part): digest([rows(x, i) for x in split]) for i, part in enumerate(parts)}
         return digests | ({"shared": digest(shared)} if shared else {})
+
+
+# What processes compare.
 
 
 class Note(NamedTuple):

@@ -554,6 +554,9 @@ def check_accumulation(accumulate: Any, partial: Any) -> int:
     return checked_int("`accumulate` counts batches per update and", accumulate, 1)
 
 
+# Several updates in one program.
+
+
 class _Batch(NamedTuple):
     """A batch as leaves.
 

@@ -235,9 +235,8 @@ def _check(state: PyTree, name: str, value: Any) -> None:
     if len(owners) != 1:
         names = sorted({n for x in every for n in x.hyperparams})
         raise ValueError(
-            f"set_hyperparams: `{name}` must be in the state of one `optax.inject_hyperparams`, "
-            f"found in {len(owners)}, of {', '.join(names) or 'nothing'}; of several assign to one "
-            f'in `opt_state`: `.hyperparams["{name}"] = value`.'
+            f"set_hyperparams: `{name}` must be in one `optax.inject_hyperparams` state, found in "
+            f"{len(owners)}; they have {names}. Of several assign to `.hyperparams` of one."
         )
     (owner,) = owners
     if name in getattr(owner, "hyperparams_states", {}):
@@ -248,11 +247,11 @@ def _check(state: PyTree, name: str, value: Any) -> None:
         dtype = np.asarray(value).dtype  # None has dtype object, and would become NaN
         if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
             raise ValueError(f"set_hyperparams: `{name}` must be a number, got {value!r}.")
-    whole, one = _shape(owner, owner.hyperparams[name]), np.ndim(owner.count)
-    if np.shape(value) not in {(), whole, whole[one:]}:
+    whole = _shape(owner, owner.hyperparams[name])
+    shapes = sorted({(), whole, whole[np.ndim(owner.count) :]}, key=len)
+    if np.shape(value) not in shapes:
         raise ValueError(
-            f"set_hyperparams: `{name}` must have shape (), {whole[one:]} or, with one for each "
-            f"replica, {whole}, got {np.shape(value)}."
+            f"set_hyperparams: `{name}` must have a shape of {shapes}, got {np.shape(value)}."
         )
 
 

@@ -27,6 +27,7 @@ from ...transform import (
     holds_state,
     instants,
     known_states,
+    over_stages,
     replica_types,
     spec_of,
     takes_extra,
@@ -36,6 +37,8 @@ from .._train_state import StepExchange, TrainState
 from ._gradients import GradientWindow
 from ._optimized import USE_CHAIN
 from ._update import Update
+
+# Transforms.
 
 _MOVES: tuple[Literal["gradients", "parameters"], ...] = ("gradients", "parameters")
 Chained = tuple[optax.GradientTransformation | None, optax.GradientTransformation, Any]
@@ -126,6 +129,23 @@ def check_axes(transforms: Chained, mesh: AnyMesh, axis_name: AxisName) -> None:
 def _reduction_axes(transform: optax.GradientTransformation | None) -> set[str]:
     """Return the axes over which a transform declares that it reduces gradients."""
     return set() if transform is None else set(spec_of(transform).axes)
+
+
+def checked_gradients(
+    gradients: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Return the transform with extra arguments, and an `init` that checks its state.
+
+    Only the state shows that a chain holds a parameter transform.
+    """
+    gradients = over_stages(gradients)
+
+    def init(params: PyTree) -> PyTree:
+        state = gradients.init(params)
+        _check_gradients_state(state)
+        return state
+
+    return gradients._replace(init=init)
 
 
 def check_transforms(
@@ -336,6 +356,9 @@ def _transform_name(transform: Any) -> str:
         return f"{package}.{name}"
     is_top = name in sys.modules[package].__all__
     return f"js.{name}" if is_top else f"js.{folders[0]}.{name}"
+
+
+# States and windows.
 
 
 def check_state(

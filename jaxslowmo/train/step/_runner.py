@@ -334,7 +334,8 @@ class Runner:
         self._replace_numbers(state)
 
         def run(phase: Phase | None, state: TrainState, part: PyTree) -> Any:
-            return self.run(_scan(phase), state, StepInputs(part, weight))
+            task = Task.create("scan", ("state", "metrics"), "state", phase=phase)
+            return self.run(task, state, StepInputs(part, weight))
 
         state, metrics = self.phases.scan(state, batches, length, run)
         self.record_run(StepInputs(batches), metrics)
@@ -540,12 +541,6 @@ def _update(
     """Return the task of an update; of a window alone `share` describes the last batch."""
     results = "state", "metrics", "carry"
     return Task.create("update", results, "state", phase=phase, ahead=ahead, like=share)
-
-
-@lru_cache(maxsize=256)
-def _scan(phase: Phase | None) -> Task:
-    """Return the task of several updates in one phase."""
-    return Task.create("scan", ("state", "metrics"), "state", phase=phase)
 
 
 def _collect(ahead: PrefetchOptions | None, *, fits: bool) -> Task:

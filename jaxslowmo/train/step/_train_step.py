@@ -29,7 +29,7 @@ from ...tree import check_arrays
 from .._batches import HostBatch
 from .._train_state import StepExchange, TrainState, replica_keys, warn_of_rbg, with_own_keys
 from ._ahead import AheadMode, AheadStep
-from ._checks import check_axes, check_trainable, check_with_tables, split_chain
+from ._checks import check_axes, check_trainable, check_with_tables, checked_gradients, split_chain
 from ._dispatched import DispatchedGradients
 from ._first_run import compare_settings
 from ._gradients import BatchGradients, GradientWindow, Metrics, ModelStateMode, StepInputs
@@ -527,7 +527,7 @@ def make_train_step(
         batches = BatchGradients(loss=loss, accumulate=num_microbatches, **differentiation)
     step = Update(
         batches=batches,
-        gradients=None if gradients is None else over_stages(gradients),
+        gradients=None if gradients is None else checked_gradients(gradients),
         optimizer=optimizer,
         sync=None if exchange is None else exchange.bound(dict(mesh.shape)),
         axis_name=axis_name,
@@ -609,11 +609,9 @@ def recommended_compiler_options(mesh: AnyMesh) -> dict[str, str | int | float |
     """
     device = _device_of(mesh)
     has_levels = sum(size > 1 for size in mesh.shape.values()) > 1
-    by_platform = {
-        "gpu": _GPU_LEVELS if has_levels else _GPU,
-        "tpu": _TPU.get(device.device_kind, {}),
-    }
-    return dict(by_platform.get(device.platform, {}))
+    if device.platform == "gpu":
+        return dict(_GPU_LEVELS if has_levels else _GPU)
+    return dict(_TPU.get(device.device_kind, {}))
 
 
 def checked_compiler_options(
