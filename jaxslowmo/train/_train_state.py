@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -221,16 +221,24 @@ def is_hyperparams_state(x: Any) -> bool:
     return {"count", "hyperparams", "inner_state"} <= set(fields)
 
 
-def _hyperparams_states(tree: PyTree) -> Iterator[Any]:
-    """Yield the state of each `optax.inject_hyperparams`, nested ones included."""
-    for x in jax.tree.leaves(tree, is_leaf=is_hyperparams_state):
+_Path = tuple[Any, ...]
+
+
+def _hyperparams_states(tree: PyTree) -> list[tuple[_Path, Any]]:
+    """Return the path and the state of each `optax.inject_hyperparams`, nested ones included."""
+    states: list[tuple[_Path, Any]] = []
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_hyperparams_state)[0]:
         if is_hyperparams_state(x):
-            yield x
-            yield from _hyperparams_states(x.inner_state)
+            inner = jax.tree_util.GetAttrKey("inner_state")
+            states.append((path, x))
+            states.extend(
+                ((*path, inner, *more), y) for more, y in _hyperparams_states(x.inner_state)
+            )
+    return states
 
 
 def _check(state: PyTree, name: str, value: Any) -> None:
-    every = [*_hyperparams_states(state)]
+    every = [x for _, x in _hyperparams_states(state)]
     owners = [x for x in every if name in x.hyperparams]
     if len(owners) != 1:
         names = sorted({n for x in every for n in x.hyperparams})
@@ -281,18 +289,39 @@ def broadcast_value(value: Any, dtype: Any, count: jax.Array, shape: tuple[int, 
     return array_from_host(shape, count.sharding, lambda index: full[index])
 
 
-def hyperparams_dtypes(state: PyTree) -> list[dict[str, Any]]:
-    """Return the dtypes of hyperparameters by name, of each `optax.inject_hyperparams`."""
+HyperparamsPaths = list[tuple[_Path, dict[str, Any]]]
+"""Paths of the `optax.inject_hyperparams` states, with their hyperparameters' dtypes by name."""
+
+
+def hyperparams_paths(state: PyTree) -> HyperparamsPaths:
+    """Return the places in a state where a user may assign plain numbers to hyperparameters.
+
+    A step computes them once, and later looks at these places only.
+    """
     return [
-        {name: jnp.result_type(value) for name, value in x.hyperparams.items()}
-        for x in _hyperparams_states(state)
+        (path, {name: jnp.result_type(value) for name, value in x.hyperparams.items()})
+        for path, x in _hyperparams_states(state)
     ]
 
 
-def replace_numbers(state: PyTree, dtypes: list[dict[str, Any]]) -> None:
-    """Replace plain numbers that a user has assigned by arrays over the replicas, in place."""
-    for owner, of_names in zip(_hyperparams_states(state), dtypes, strict=True):
-        shape = np.shape(owner.count)
+def replace_numbers(state: PyTree, places: HyperparamsPaths) -> None:
+    """Replace plain numbers in `state` by arrays over the replicas, in place."""
+    for path, dtypes in places:
+        owner = _get_by_path(state, path)
         for name, value in owner.hyperparams.items():
-            if np.ndim(value) < len(shape):
-                owner.hyperparams[name] = broadcast_value(value, of_names[name], owner.count, shape)
+            if np.ndim(value) < np.ndim(owner.count):
+                shape = np.shape(owner.count)
+                owner.hyperparams[name] = broadcast_value(value, dtypes[name], owner.count, shape)
+
+
+def _get_by_path(tree: PyTree, path: _Path) -> Any:
+    for key in path:
+        match key:
+            case jax.tree_util.SequenceKey(idx=place) | jax.tree_util.DictKey(key=place):
+                tree = tree[place]
+            case jax.tree_util.GetAttrKey(name=name):
+                tree = getattr(tree, name)
+            case jax.tree_util.FlattenedIndexKey(key=place):  # a class that names no children
+                node = tree
+                tree = jax.tree.leaves(node, is_leaf=lambda x, node=node: x is not node)[place]
+    return tree

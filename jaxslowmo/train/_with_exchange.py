@@ -68,10 +68,10 @@ class Access(NamedTuple):
             found = self.get(self.set(state, part))
             is_new = all(isinstance(x, Tracer) for x in jax.tree.leaves(found))
             if not is_new or jax.tree.structure(found) != jax.tree.structure(part):
-                what = jax.tree.structure(found) if is_new else "old arrays"
+                what = "arrays in another form" if is_new else "old arrays"
                 raise ValueError(
-                    f"with_exchange: the functions for `{self.name}` must get what they set, "
-                    f"{jax.tree.structure(part)}, got {what}."
+                    f"with_exchange: the functions for `{self.name}` must get what they set, got "
+                    f"{what}."
                 )
             return found
 

@@ -19,7 +19,7 @@ from ...tracing import ready_order
 from ...transform import ReplicaGroup, replica_types, shardings
 from ...tree import leaf_names
 from .._batches import BatchPlacer, HostBatch, as_arrays, stack, type_and_sharding
-from .._train_state import TrainState, hyperparams_dtypes, replace_numbers
+from .._train_state import HyperparamsPaths, TrainState, hyperparams_paths, replace_numbers
 from . import _programs as programs
 from ._checks import (
     check_donation,
@@ -110,7 +110,7 @@ class Runner:
         self._last_state: tuple[Any, tuple[Any, ...]] = (lambda: None, ())
         self._known_kinds: set[Any] = set()  # kinds of states that passed the checks
         self._overlapped: OverlappedExchanges | None = None
-        self._dtypes: list[dict[str, Any]] | None = None  # of hyperparameters, of the first state
+        self._numbers: HyperparamsPaths | None = None  # None before the first state
         self._collected: ShardTypes | None = None  # of the last batch that went into a window
 
     # States.
@@ -528,10 +528,10 @@ class Runner:
 
     def _replace_numbers(self, state: TrainState) -> None:
         """Replace plain numbers assigned to hyperparameters by arrays over the replicas."""
-        if self._dtypes is None:
-            self._dtypes = hyperparams_dtypes(state.opt_state)
-        if self._dtypes:
-            replace_numbers(state.opt_state, self._dtypes)
+        if self._numbers is None:
+            self._numbers = hyperparams_paths(state.opt_state)
+        if self._numbers:
+            replace_numbers(state.opt_state, self._numbers)
 
 
 @lru_cache(maxsize=256)

@@ -122,7 +122,7 @@ def test_what_communicates_in_the_loss_is_refused():
         ('`model_state`="broadcast"', loss_fn, {"model_state": "broadcast"}),
     ]
     for message, loss, options in wrong:
-        with pytest.raises(ValueError, match=f'"vmap" maps the loss alone, and {message}'):
+        with pytest.raises(ValueError, match=f'"vmap" maps the loss, in which {message}'):
             js.make_train_step(
                 loss, optax.sgd(0.1), mesh=mesh, map_with="vmap", **PARTS["sync"](), **options
             )
