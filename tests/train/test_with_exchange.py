@@ -292,7 +292,7 @@ def test_arguments_that_are_not_split_reach_every_replica_whole():
         ({"statistics": MOMENTS["get_opt_state"]}, "`statistics` must be two functions"),
         ({"map_with": "pmap"}, "`map_with`"),
         ({"mode": "once"}, "`mode`"),
-        ({"sync": js.local_sgd("data")}, r"`sync` exchanges over \['data'\]"),
+        ({"sync": js.local_sgd("data")}, r"`sync` must exchange over axes of `mesh`.*\['data'\]"),
         ({"gradients": js.all_reduce_gradients("data")}, r"`gradients` .*\['data'\]"),
         ({"gradients": 3}, "`gradients` must be None or a reduction"),
         ({"in_axes": 1}, "`in_axes` must hold 0"),

@@ -133,14 +133,10 @@ def program_checks(
     split = {name for name, size in device_mesh(mesh).shape.items() if size > 1}
     shares_devices = not has_device_per_position(mesh)
     is_vmapped = split if shares_devices else split - replicas and map_with == "vmap"
-    if (
-        is_vmapped
-        and gradients is None
-        and sync is not None
-        and (
-            sync.algorithm.needs or () in sync.phases()  # what is not known yet is rare
-        )
-    ):
+    exchange = sync if gradients is None else None
+    # What is not known yet is rare.
+    has_local_steps = exchange is not None and (exchange.algorithm.needs or () in exchange.phases())
+    if is_vmapped and has_local_steps:
         checks.append(_warn_of_traffic(device_mesh(mesh), replicas, 4 if shares_devices else 0))
     if check_compiled is not None:
 

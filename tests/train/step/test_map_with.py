@@ -153,7 +153,7 @@ def test_what_a_local_step_sends_under_vmap_is_named_once(mesh_of, door, mode):
         parts = {"get_params": lambda state: state, "set_params": lambda state, params: params}
         step = js.with_exchange(train_step, sync, **parts, **options)
     state = step.init(weights)
-    with pytest.warns(UserWarning, match='A local step sends .*over replica.*"vmap"') as told:
+    with pytest.warns(UserWarning, match="A local step sends .*over replica.*`vmap`") as told:
         state, _ = step(state, batch)
     assert len(told) == 1
     with warnings.catch_warnings():
