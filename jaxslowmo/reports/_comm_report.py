@@ -1,7 +1,4 @@
-"""The result of `comm_report`: its rows, their sums, and their text.
-
-`comm_report`: what a step communicates, found without running it.
-"""
+"""What a step communicates, found without running it: `comm_report`, its rows and its table."""
 
 import json
 import math
@@ -208,7 +205,10 @@ def _check(argument: str, value: str | None, names: Sequence[str]) -> None:
 
 
 def _quote_names(names: Sequence[str]) -> str:
-    return ", ".join(repr(name) for name in names) or "(none)"
+    return ", ".join(map(repr, names)) or "(none)"
+
+
+# The table.
 
 
 def _table(kinds: Sequence[str], levels: Sequence[str], rows: Sequence[CommRow]) -> str:
@@ -248,6 +248,8 @@ def align_columns(rows: Sequence[Sequence[str]], *, left: Collection[int] = (0,)
         for row in rows
     ]
 
+
+# Reports on functions, steps and programs.
 
 AnyProgram = jax.stages.Lowered | jax.stages.Traced | jax.stages.Compiled
 

@@ -1,8 +1,6 @@
-"""A parser of HLO text: computations, instructions, types and the trip counts of loops.
+"""The collectives of a program, by its HLO text: what moves, in which loops, over which axes.
 
-The mesh axes of a program, and the axes that the device groups of a collective run over.
-
-The collectives of a program as a tree of loops and conditionals, read from its HLO text.
+A parser of the text, mesh axes and groups of devices, and the tree of collectives made of both.
 """
 
 import itertools
@@ -17,6 +15,8 @@ import jax
 import numpy as np
 
 from .._support.scopes import PHASE
+
+# The text: computations, instructions, types, trip counts of loops.
 
 _COMPUTATION = re.compile(r"(ENTRY )?%?(\S+) \(.*\{\s*$")
 _LINE = re.compile(r"\s+(ROOT )?%?(\S+) = (.*)$")
@@ -196,6 +196,8 @@ def _value(name: str, within: Computation) -> int | _CarryIndex | None:
     return None
 
 
+# Mesh axes, and the groups of devices that collectives run over.
+
 UNKNOWN_AXIS = "?"
 
 # Groups, or (source, target) pairs, of logical device numbers. () is one group of all devices, and
@@ -358,6 +360,8 @@ def axis_of(groups: Groups, pairs: bool, meshes: tuple[MeshAxes, ...]) -> tuple[
                 return name, size
     return UNKNOWN_AXIS, len({*itertools.chain(*moving)}) if pairs else max(map(len, moving))
 
+
+# The collectives of a program, as a tree of loops and conditionals.
 
 COLLECTIVES = (
     "all-reduce", "reduce-scatter", "all-gather", "collective-permute", "all-to-all",

@@ -1,7 +1,4 @@
-"""The result of measuring steps: times, buckets, and what they are about.
-
-A step that is measured now and then.
-"""
+"""A step that is measured now and then, and the report on its times: `measured`."""
 
 import json
 import math
@@ -145,6 +142,9 @@ def _ms(seconds: float) -> str:
 
 def _mib(size: int) -> str:
     return f"{size / 2**20:.3g} MiB" if size >= 2**20 / 100 else f"{size} B"
+
+
+# The measured step.
 
 
 def measured(step: Callable[..., Any], *, rate: int = 100) -> "MeasuredStep":

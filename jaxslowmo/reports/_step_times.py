@@ -1,6 +1,6 @@
-"""The operations that devices ran, read from a trace of the jax profiler.
+"""The times that a step spent on computing and communicating, from a trace of the jax profiler.
 
-The times that a step spent on computing and communicating, from its devices' operations.
+The operations of each device, the work of each by the step's compiled program, and their times.
 """
 
 import re
@@ -107,6 +107,8 @@ def device_ops(data: Any, module: str) -> Iterator[DeviceOp]:
             yield DeviceOp(device, int(event.start_ns), int(end), name, names_module)
 
 
+# The work of operations.
+
 _PASSES = FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
 
 
@@ -206,6 +208,8 @@ def _pass_name(scope: str) -> str:
         return BACKWARD
     return FORWARD if "jvp(" in scope else OTHER
 
+
+# Times.
 
 # Half-open: start and end, in nanoseconds.
 Interval = tuple[int, int]

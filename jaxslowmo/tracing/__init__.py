@@ -14,7 +14,6 @@ from ._programs import (
     CALLS,
     Atom,
     InlinedProgram,
-    Loop,
     UpdateFacts,
     collective_axes,
     constants_in,

@@ -15,7 +15,7 @@ import numpy as np
 
 from .._support.types import PyTree
 from ..tree import at_least_float32, leaf_names, not_floating
-from ._programs import Loop, called_program, interpret
+from ._programs import called_program, interpret, read_loop
 
 NOT_COMPUTED = -1  # place of a value that the program does not compute
 
@@ -65,7 +65,7 @@ class _Reader:
     def _equation(self, eqn: Any, operands: list[Fact]) -> list[Fact]:
         name, params = eqn.primitive.name, eqn.params
         if name in ("scan", "while"):
-            return self._loop(Loop.from_equation(eqn), operands)
+            return self._loop(eqn, operands)
         if name == "cond":
             return self._cond(params["branches"], operands[1:])
         if inner := called_program(eqn):
@@ -73,15 +73,11 @@ class _Reader:
         self._place += 1
         if name == "optimization_barrier":
             return operands
-        last = (
-            max((o.place for o in operands), default=NOT_COMPUTED)
-            if name in _TRIVIAL
-            else NOT_COMPUTED
-        )
-        place = self._place if last == NOT_COMPUTED else last
+        last = max((o.place for o in operands), default=NOT_COMPUTED)
+        place = self._place if last == NOT_COMPUTED or name not in _TRIVIAL else last
         return [Fact(place, _is_zero(name, [o.zero for o in operands]))] * len(eqn.outvars)
 
-    def _loop(self, loop: Loop, operands: list[Fact]) -> list[Fact]:
+    def _loop(self, eqn: Any, operands: list[Fact]) -> list[Fact]:
         """Return facts of the outputs of a loop.
 
         All outputs of a loop are ready at its end. The places of its body distinguish what one
@@ -89,9 +85,11 @@ class _Reader:
         """
         self._place += 1
         start = self._place
-        facts, last = loop.fixed_point(
-            self.run, operands, lambda fact, after, *_: fact._replace(zero=fact.zero and after.zero)
-        )
+
+        def join(fact: Fact, after: Fact, *_: Fact) -> Fact:
+            return fact._replace(zero=fact.zero and after.zero)
+
+        facts, last = read_loop(eqn, self.run, operands, join)
         pairs = zip(facts, last, strict=True)
         return [Fact(max(in_body.place, start), fact.zero) for fact, in_body in pairs]
 
@@ -136,12 +134,11 @@ class Quotient(NamedTuple):
 
 _NEEDED = {
     "model_state": "the train state has one",
-    "embedded": "the step was given `embeddings`, and it is what was looked up by feature",
+    "embedded": "the step has `embeddings`, and passes their vectors by feature",
 }
 _TYPES_NAME_THE_MESH = (
-    "`loss_fn` raised this inside of jax.shard_map, where types of what is traced are not those of "
-    "constants, so that a library that compares them may refuse. Equinox's BatchNorm does in its "
-    'default mode: make it with mode="batch", or run the replicas on a js.virtual_mesh.'
+    "Inside of jax.shard_map types of traced arrays differ from those of constants. Equinox's "
+    'BatchNorm compares them: make it with mode="batch", or use a js.virtual_mesh.'
 )
 FullLoss = Callable[..., tuple[Any, tuple[dict[str, jax.Array], PyTree]]]
 """A loss function as `as_full_loss` returns it; the loss is one that `as_quotient` takes."""
@@ -186,9 +183,9 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
         are_scalars = len(terms) == 2 and all(x is not None and jnp.shape(x) == () for x in terms)
         if not are_scalars or not isinstance(metrics, dict):
             raise ValueError(
-                "`loss_fn` must return a scalar loss or a pair of scalars (sum, weight), alone or "
-                "as loss in (loss, metrics dict) and (loss, (metrics dict, model_state)), got "
-                f"{jax.tree.map(jnp.shape, out)}."
+                "`loss_fn` must return a loss, (loss, metrics) or (loss, (metrics, model_state)), "
+                "with a scalar or a pair of scalars (sum, weight) as loss and a dict as metrics, "
+                f"got {jax.tree.map(jnp.shape, out)}."
             )
         check_loss("loss_fn", terms[0])
         _check_metrics(metrics)
@@ -205,9 +202,8 @@ def _check_metrics(metrics: dict[str, Any]) -> None:
         dtype = x.dtype if isinstance(x, jax.Array) else np.asarray(x).dtype
         if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
             raise ValueError(
-                "`loss_fn` must return metrics that are numbers or bools, since they are averaged "
-                f"over devices and microbatches, got {name!r} of dtype {dtype}: leave it out, or "
-                "return it as part of `model_state` if the next step needs it."
+                "`loss_fn` must return metrics of numbers or bools, which are averaged, got "
+                f"{name!r} of dtype {dtype}: leave it out, or return it in `model_state`."
             )
 
 
@@ -243,8 +239,7 @@ def check_loss(argument: str, loss: Any) -> None:
     """
     if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise ValueError(
-            f"`{argument}` must return a loss of a real floating dtype, since no other has "
-            f"gradients, got {jnp.result_type(loss)}."
+            f"`{argument}` must return a loss of a floating dtype, got {jnp.result_type(loss)}."
         )
 
 
@@ -267,8 +262,8 @@ def gradient_facts(
         raise ValueError(f"{owner}: `params` must have leaves, got an empty tree.")
     if wrong := not_floating(params):
         raise ValueError(
-            f"{owner}: a loss is differentiated by real floating-point `params` only, got "
-            f"{', '.join(wrong)}: pass what is trained, and close over the rest."
+            f"{owner}: `params` must be real floating-point arrays, got {', '.join(wrong)}: let "
+            "`loss_fn` close over those."
         )
 
     def gradients(params: PyTree, batch: PyTree, rng: Any, model_state: PyTree) -> list[Any]:
@@ -406,6 +401,5 @@ def check_all_used(
     if names:
         raise ValueError(
             f"`loss_fn` does not depend on these of `params`: {', '.join(names)}. Leave them out, "
-            "freeze them (`optax.masked`), or wrap the optimizer in `js.gradients.skip_unused` so "
-            "that weight decay and momentum leave them alone."
+            "freeze them by optax.masked, or put js.gradients.skip_unused around the optimizer."
         )

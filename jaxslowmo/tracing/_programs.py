@@ -1,10 +1,8 @@
-"""Programs as jax writes them down: traversed, and traced without calls to be split.
+"""Programs as jax writes them down: traversed, split, and asked over which axes they communicate.
 
 No other package has a walker of its own. What reads programs takes `interpret` to compute something
 with their equations (facts, types, expressions), and `equations_in` to look at every equation; what
 splits programs, as `pipeline/_split_stage.py` does, takes `trace_inline` and `run`.
-
-Find the axes over which programs communicate, and between whose positions results differ.
 """
 
 import functools
@@ -28,7 +26,6 @@ from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, model_axes
 
 _Value = TypeVar("_Value")
-_Read = Callable[[Any, list[_Value]], list[_Value]]  # a program and its inputs to its outputs
 Atom = Var | Literal
 Override = Callable[[JaxprEqn, list[Any]], Sequence[Any] | None]
 
@@ -78,12 +75,6 @@ def interpret(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def loss_arguments(grads: Any, value: Any) -> dict[str, Any]:
-    """Return the extra arguments of an update by name: what a training step knows of the loss."""
-    norm = functools.partial(optax.tree.norm, squared=True)
-    return {"value": value, "grad": grads, "value_fn": lambda params, *_, **__: norm(params)}
-
-
 def programs_in(equation: Any) -> Iterator[Any]:
     """Yield the programs that an equation holds, of calls, loops and branches, as they stand."""
     for value in equation.params.values():
@@ -117,65 +108,39 @@ def scan_operands(params: Any, operands: Sequence[Any]) -> tuple[list[Any], list
     return consts, carry, xs
 
 
-class Loop(NamedTuple):
-    """A loop of a program, `scan` or `while`, whose operands are given by position.
+def read_loop(
+    eqn: Any,
+    read: Callable[[Any, list[_Value]], list[_Value]],
+    operands: list[_Value],
+    join: Callable[..., _Value],
+) -> tuple[list[_Value], list[_Value]]:
+    """Return the outputs of a `scan` or `while` of any length, and those of its last iteration.
 
-    Attributes:
-      body: the program of an iteration, which returns the carried values first.
-      takes: the operand that each input of `body` is, or begins as.
-      carry: the operand that each carried value begins as.
-      scanned: the operands of which an iteration takes a slice.
-      condition: the program that ends a `while`, and the operands that it takes.
+    Args:
+      eqn: the equation of the loop.
+      read: `read(program, inputs)` returns the outputs of a program.
+      operands: a value for each operand of the loop.
+      join: `join(value, after, *ends)` adds to a carried value what it is after an iteration, where
+        `ends` are the outputs of the condition of a `while`, until nothing changes.
     """
-
-    body: Any
-    takes: Sequence[int]
-    carry: Sequence[int]
-    scanned: Sequence[int] = ()
-    condition: tuple[Any, Sequence[int]] | None = None
-
-    @classmethod
-    def from_equation(cls, eqn: Any) -> "Loop":
-        """Return the loop of an equation."""
-        params, every = eqn.params, [*range(len(eqn.invars))]
-        if eqn.primitive.name == "scan":
-            consts, carry, xs = scan_operands(params, every)
-            return cls(params["jaxpr"], [*consts, *carry, *xs], carry, xs)
+    params, places = eqn.params, [*range(len(operands))]
+    condition: tuple[Any, list[int]] | None = None
+    if eqn.primitive.name == "scan":
+        consts, carry, xs = scan_operands(params, places)
+        body, takes = params["jaxpr"], [*consts, *carry, *xs]
+    else:
         first = params["cond_nconsts"]
-        last = first + params["body_nconsts"]
-        condition = params["cond_jaxpr"], [*every[:first], *every[last:]]
-        return cls(params["body_jaxpr"], every[first:], every[last:], (), condition)
-
-    def run_body(
-        self, read: _Read[_Value], operands: Sequence[_Value]
-    ) -> tuple[list[_Value], list[_Value]]:
-        """Return the outputs of an iteration, and of the condition if there is one.
-
-        Args:
-          read: `read(program, inputs)` returns the outputs of a program.
-          operands: a value for each operand of the loop.
-        """
-        outputs = read(self.body, [operands[p] for p in self.takes])
-        if self.condition is None:
-            return outputs, []
-        program, takes = self.condition
-        return outputs, read(program, [operands[p] for p in takes])
-
-    def fixed_point(
-        self, read: _Read[_Value], operands: list[_Value], join: Callable[..., _Value]
-    ) -> tuple[list[_Value], list[_Value]]:
-        """Return the outputs of the loop after any number of iterations, and those of the last one.
-
-        `join(value, after, *ends)` adds to a carried value what it is after an iteration, where
-        `ends` are the outputs of the condition, until nothing changes.
-        """
-        outputs, before = [], None
-        while operands != before:
-            before, operands = operands, [*operands]
-            outputs, ends = self.run_body(read, operands)
-            for place, after in zip(self.carry, outputs, strict=False):
-                operands[place] = join(operands[place], after, *ends)
-        return [*(operands[p] for p in self.carry), *outputs[len(self.carry) :]], outputs
+        carry = places[first + params["body_nconsts"] :]
+        body, takes = params["body_jaxpr"], places[first:]
+        condition = params["cond_jaxpr"], [*places[:first], *carry]
+    outputs, before = [], None
+    while operands != before:
+        before, operands = operands, [*operands]
+        outputs = read(body, [operands[p] for p in takes])
+        ends = [] if condition is None else read(condition[0], [operands[p] for p in condition[1]])
+        for place, after in zip(carry, outputs, strict=False):
+            operands[place] = join(operands[place], after, *ends)
+    return [*(operands[p] for p in carry), *outputs[len(carry) :]], outputs
 
 
 def called_program(eqn: Any) -> Any:
@@ -187,6 +152,8 @@ def called_program(eqn: Any) -> Any:
     fits = len(jaxpr.invars) == len(eqn.invars) and len(jaxpr.outvars) == len(eqn.outvars)
     return programs[0] if fits else None
 
+
+# Programs without calls, to be split.
 
 # Calls that may be replaced by their equations, and the parameter that holds these. A checkpointed
 # function is one of them: both parts of a backward pass need values that it computes again, and
@@ -215,10 +182,8 @@ def trace_inline(fn: Callable[..., Sequence[Any]], types: Sequence[Any]) -> Inli
     whole = jax.make_jaxpr(lambda *args: tuple(fn(*args)))(*types)
     # Traced again with the calls inlined: their equations get variables of this trace.
     inlined = jax.make_jaxpr(lambda *args: tuple(_run(whole, args, _inline_call)))(*types)
-    jaxpr, constants = (
-        inlined.jaxpr,
-        dict(zip(inlined.jaxpr.constvars, inlined.consts, strict=True)),
-    )
+    jaxpr = inlined.jaxpr
+    constants = dict(zip(jaxpr.constvars, inlined.consts, strict=True))
     return InlinedProgram(tuple(jaxpr.invars), tuple(jaxpr.outvars), tuple(jaxpr.eqns), constants)
 
 
@@ -284,6 +249,8 @@ def _scope(equation: JaxprEqn) -> Iterator[None]:
     with source_info_util.user_context(info.traceback, name_stack=names), equation.ctx.manager:
         yield
 
+
+# Axes over which programs communicate, and between whose positions results differ.
 
 _NOT_SENDING = {"axis_index", "pvary"}  # name an axis, and send nothing
 
@@ -351,10 +318,16 @@ def _varying_axes_of_equation(eqn: Any, operands: list[frozenset[str]]) -> list[
         each = [varying_axes(branch, rest) for branch in params["branches"]]
         return [index.union(*results) for results in zip(*each, strict=True)]
     if name in ("scan", "while"):
-        return Loop.from_equation(eqn).fixed_point(varying_axes, operands, frozenset.union)[0]
+        return read_loop(eqn, varying_axes, operands, frozenset.union)[0]
     if inner := called_program(eqn):
         return varying_axes(inner, operands)
     return [together] * len(eqn.outvars)
+
+
+def loss_arguments(grads: Any, value: Any) -> dict[str, Any]:
+    """Return the extra arguments of an update by name: what a training step knows of the loss."""
+    norm = functools.partial(optax.tree.norm, squared=True)
+    return {"value": value, "grad": grads, "value_fn": lambda params, *_, **__: norm(params)}
 
 
 class UpdateFacts(NamedTuple):

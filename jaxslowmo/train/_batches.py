@@ -1,6 +1,4 @@
-"""Why a batch cannot be split leaf by leaf: wrong dtypes, and containers with other leaves.
-
-Batches as processes give them and as the devices need them: placed, checked and compared.
+"""Batches as processes give them and as the devices need them: checked, placed and compared.
 
 A batch is a tree of arrays. Over the devices of a mesh its leading dimensions are split, and leaves
 that all examples share are whole. Each process may give its part of a batch or all of it, so a
@@ -42,108 +40,6 @@ from ..mesh import (
     placement,
 )
 from ..tree import leaf_names
-
-
-def array_problem(batch: PyTree) -> str | None:
-    """Return an error text if jax does not take a NumPy leaf of a batch; else None."""
-    wrong = [_is_other_array(x) for x in jax.tree.leaves(batch)]
-    if not any(wrong):  # names cost more than the rest
-        return None
-    at = wrong.index(True)
-    name, dtype = leaf_names(batch)[at], jax.tree.leaves(batch)[at].dtype
-    instead = "leave it out of the batch, or encode it as numbers"
-    if dtype.kind in "iufc":
-        instead = "give it in the byte order of this machine, x.astype(x.dtype.newbyteorder('='))"
-    return (
-        "`batch`: every leaf must be an array of numbers or bools that jax takes, got "
-        f"{name!r} of dtype {dtype}: {instead}."
-    )
-
-
-def _is_other_array(x: Any) -> bool:
-    """Return whether `x` is an array of NumPy that jax does not take."""
-    return isinstance(x, np.ndarray) and not _is_jax_dtype(x.dtype)
-
-
-def _is_jax_dtype(dtype: np.dtype) -> bool:
-    # bfloat16 and the like are of kind V, and numbers to jax alone.
-    is_number = jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_
-    return is_number and dtype.isnative
-
-
-def container_problem(batch: PyTree) -> str | None:
-    """Return an error text if a container's leaves cannot be split one by one; else None.
-
-    A class of containers that is registered with jax may mean more by its leaves than that each
-    counts examples: those of a sparse matrix count its elements, and its shape, which is no leaf,
-    stays whole. Tuples, lists and mappings are taken by their leaves.
-    """
-    containers = list(_containers(batch))
-    if not containers:
-        return None
-    outside = _sizes(
-        jax.tree.map(lambda x: None if _is_container(x) else x, batch, is_leaf=_is_container)
-    )
-    for name, node in containers:
-        what = f"`batch`: {name!r} is a {type(node).__name__}, "
-        shapes = {np.shape(x) for x in jax.tree.leaves(node) if not is_shared_leaf(x)}
-        if isinstance(shape := getattr(node, "shape", None), tuple):
-            shapes.add(shape)
-        if named := shapes & {*_static_tuples(jax.tree.structure(node))}:
-            return f"{what}which keeps the shape {min(named)} beside its leaves. {_INSTEAD}"
-        sizes = _sizes(node)
-        if len(sizes) > 1 or (outside and not sizes <= outside):
-            beside = f", beside leaves of {_format_sizes(outside)} in the batch" if outside else ""
-            have = f"whose leaves have leading dimensions of {_format_sizes(sizes)}"
-            return f"{what}{have}{beside}. {_INSTEAD}"
-    return None
-
-
-def _sizes(tree: PyTree) -> set[int]:
-    """Return the leading dimensions of the leaves that are split."""
-    return {np.shape(x)[0] for x in jax.tree.leaves(tree) if not is_shared_leaf(x)}
-
-
-def _format_sizes(sizes: set[int]) -> str:
-    return ", ".join(map(str, sorted(sizes)))
-
-
-_INSTEAD = (
-    "Each replica gets a part of every leaf, and such parts are no part of the container. Give "
-    "arrays whose leading dimension counts examples, such as a dense array or "
-    "`js.embedding.bags`; what all examples share stands in the loss function, or in arrays with "
-    "a leading dimension of 1."
-)
-
-
-def _is_container(x: Any) -> bool:
-    is_plain = x is None or isinstance(x, dict | tuple | list | np.ndarray | jax.Array | Mapping)
-    return not is_plain and not jax.tree_util.all_leaves([x])
-
-
-def _containers(batch: PyTree) -> Iterator[tuple[str, Any]]:
-    """Yield name and container for each outermost container of a registered class."""
-    if any(map(_is_container, jax.tree.leaves(batch, is_leaf=_is_container))):
-        for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_container):
-            if _is_container(x):
-                yield jax.tree_util.keystr(path, simple=True, separator="/") or "(root)", x
-
-
-def _static_tuples(structure: Any) -> Iterator[tuple[int, ...]]:
-    """Yield the tuples of integers in the static parts of a tree."""
-    data = structure.node_data()
-    pending = [] if data is None else [data[1]]
-    while pending:
-        x = pending.pop()
-        if isinstance(x, dict):
-            pending.extend(x.values())
-        elif isinstance(x, tuple | list):
-            if x and all(isinstance(n, int | np.integer) for n in x):
-                yield tuple(map(int, x))
-            pending.extend(x)
-    for child in structure.children():
-        yield from _static_tuples(child)
-
 
 HostBatch = Literal["local", "global"]
 
@@ -262,6 +158,12 @@ def _sliceable(x: Any) -> Any:
     return np.asarray(x)
 
 
+@jax.jit
+def stack(trees: list[PyTree]) -> PyTree:
+    """Return trees of arrays on devices along a new first dimension."""
+    return jax.tree.map(lambda *x: jnp.stack(x), *trees)
+
+
 def local_sum(count: Any) -> int:
     """Return the sum of a count, (replicas,), over the replicas of this process; wait for it.
 
@@ -272,6 +174,98 @@ def local_sum(count: Any) -> int:
     # Devices of one replica hold the same part.
     parts = {str(shard.index): shard.data for shard in count.addressable_shards}
     return sum(int(np.sum(jax.device_get(part))) for part in parts.values())
+
+
+# What is wrong with a batch.
+
+
+def array_problem(batch: PyTree) -> str | None:
+    """Return an error text if jax does not take a NumPy leaf of a batch; else None."""
+    wrong = [_is_other_array(x) for x in jax.tree.leaves(batch)]
+    if not any(wrong):  # names cost more than the rest
+        return None
+    at = wrong.index(True)
+    name, dtype = leaf_names(batch)[at], jax.tree.leaves(batch)[at].dtype
+    order = ": give it in the byte order of this machine" if dtype.kind in "iufc" else ""
+    return f"`batch` must have leaves of numbers or bools, got {name!r} of dtype {dtype}{order}."
+
+
+def _is_other_array(x: Any) -> bool:
+    """Return whether `x` is an array of NumPy that jax does not take."""
+    if not isinstance(x, np.ndarray):
+        return False
+    # bfloat16 and the like are of kind V, and numbers to jax alone.
+    is_number = jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_
+    return not (is_number and x.dtype.isnative)
+
+
+def container_problem(batch: PyTree) -> str | None:
+    """Return an error text if a container's leaves cannot be split one by one; else None.
+
+    A class of containers that is registered with jax may mean more by its leaves than that each
+    counts examples: those of a sparse matrix count its elements, and its shape, which is no leaf,
+    stays whole. Tuples, lists and mappings are taken by their leaves.
+    """
+    containers = list(_containers(batch))
+    if not containers:
+        return None
+    outside = _sizes(
+        jax.tree.map(lambda x: None if _is_container(x) else x, batch, is_leaf=_is_container)
+    )
+    for name, node in containers:
+        what = f"`batch`: {name!r} is a {type(node).__name__}, "
+        shapes = {np.shape(x) for x in jax.tree.leaves(node) if not is_shared_leaf(x)}
+        if isinstance(shape := getattr(node, "shape", None), tuple):
+            shapes.add(shape)
+        if named := shapes & {*_static_tuples(jax.tree.structure(node))}:
+            return f"{what}which keeps the shape {min(named)} beside its leaves. {_INSTEAD}"
+        sizes = _sizes(node)
+        if len(sizes) > 1 or (outside and not sizes <= outside):
+            beside = f", beside leaves of {_format_sizes(outside)} in the batch" if outside else ""
+            have = f"whose leaves have leading dimensions of {_format_sizes(sizes)}"
+            return f"{what}{have}{beside}. {_INSTEAD}"
+    return None
+
+
+def _sizes(tree: PyTree) -> set[int]:
+    """Return the leading dimensions of the leaves that are split."""
+    return {np.shape(x)[0] for x in jax.tree.leaves(tree) if not is_shared_leaf(x)}
+
+
+def _format_sizes(sizes: set[int]) -> str:
+    return ", ".join(map(str, sorted(sizes)))
+
+
+_INSTEAD = "Give arrays whose leading dimension counts examples, or `js.embedding.bags`."
+
+
+def _is_container(x: Any) -> bool:
+    is_plain = x is None or isinstance(x, dict | tuple | list | np.ndarray | jax.Array | Mapping)
+    return not is_plain and not jax.tree_util.all_leaves([x])
+
+
+def _containers(batch: PyTree) -> Iterator[tuple[str, Any]]:
+    """Yield name and container for each outermost container of a registered class."""
+    if any(map(_is_container, jax.tree.leaves(batch, is_leaf=_is_container))):
+        for path, x in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_container):
+            if _is_container(x):
+                yield jax.tree_util.keystr(path, simple=True, separator="/") or "(root)", x
+
+
+def _static_tuples(structure: Any) -> Iterator[tuple[int, ...]]:
+    """Yield the tuples of integers in the static parts of a tree."""
+    data = structure.node_data()
+    pending = [] if data is None else [data[1]]
+    while pending:
+        x = pending.pop()
+        if isinstance(x, dict):
+            pending.extend(x.values())
+        elif isinstance(x, tuple | list):
+            if x and all(isinstance(n, int | np.integer) for n in x):
+                yield tuple(map(int, x))
+            pending.extend(x)
+    for child in structure.children():
+        yield from _static_tuples(child)
 
 
 def _in_lists_of_numbers(batch: PyTree) -> list[bool]:
@@ -285,9 +279,7 @@ def _in_lists_of_numbers(batch: PyTree) -> list[bool]:
     return [is_list_of_numbers(x) for x in nodes for _ in jax.tree.leaves(x)]
 
 
-@jax.jit
-def _stack_batches(batches: list[PyTree]) -> PyTree:
-    return jax.tree.map(lambda *x: jnp.stack(x), *batches)
+# Placing.
 
 
 def type_and_sharding(x: Any) -> Any:
@@ -463,7 +455,7 @@ class BatchPlacer:
         if len(counts) != 1 or counts & {(), (0,)}:
             raise ValueError(
                 "`batches` must have the same first dimension on every leaf, the number of "
-                f"updates, before that of a batch; got {sorted(counts) or 'no leaf'}."
+                f"updates, got {sorted(counts) or 'no leaf'}."
             )
         ((length,),) = counts
         if is_multi_process(self._mesh) and any(map(is_host_local, jax.tree.leaves(batches))):
@@ -471,14 +463,13 @@ class BatchPlacer:
                 self.check_and_place(jax.tree.map(lambda x, i=i: x[i], batches), None, axes)[0]
                 for i in range(length)
             ]
-            return _stack_batches(parts), self._place_weight(weight), length
+            return stack(parts), self._place_weight(weight), length
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
         if problem := self._problem(one, axes):
             shapes = ", ".join(str(x.shape) for x in jax.tree.leaves(batches)[:_MAX_NAMED])
             raise ValueError(
-                "`batches` must have a first dimension, the number of updates, before that of a "
-                f"batch, got leaves of shapes {shapes}, of which each of {length} updates would "
-                f"take one row: {problem}"
+                "`batches` must have a first dimension, the number of updates, got shapes "
+                f"{shapes}, of which each of {length} updates would take one row: {problem}"
             )
 
         def place(x: Any, one: Any) -> Any:
@@ -569,9 +560,8 @@ class BatchPlacer:
             num_local = len(own_parts(self._mesh, axes))
             size = f'{num_local}, this process\' share of {size} (`host_batch`="local")'
         return (
-            "`batch`: the leading dimension of every leaf must be a positive multiple of "
-            f"{size}, or 1 (or none at all) for a leaf that all examples share, got "
-            f"{', '.join(wrong[:_MAX_NAMED])}{more}."
+            f"`batch`: the leading dimension of every leaf must be a positive multiple of {size}, "
+            f"or 1 where all examples share it, got {', '.join(wrong[:_MAX_NAMED])}{more}."
         )
 
     def _place_weight(self, weight: Any) -> jax.Array | None:
@@ -585,9 +575,9 @@ class BatchPlacer:
             array = array.astype(np.float32)
         held, replicas = self._num_parts(array, axes), _num_parts(self._mesh, axes)
         if array.shape != (held,):
-            whose = "" if held == replicas else f" of this process, which has {held} of {replicas}"
+            whose = "" if held == replicas else f" of this process, {held} of {replicas}"
             raise ValueError(
-                f"`weight` must hold one number per replica{whose}, shape ({held},), got shape "
+                f"`weight` must have shape ({held},), one number per replica{whose}, got "
                 f"{array.shape}."
             )
         if isinstance(array, np.ndarray) and not np.all((array >= 0) & np.isfinite(array)):
@@ -627,10 +617,8 @@ class BatchPlacer:
             mesh,
             judge=lambda notes: compare_notes({i: Note(*x) for i, x in notes.items()}),
             late=f"`batch`: in step {self._num_calls} {{who}} what it gives, so batches were not "
-            "compared, and training goes on. Either it is late, or it gives a batch of a shape "
-            "that it gave before while others have one of another shape. Then the exchange of this "
-            "step hangs or ends in an error of the network: each process must give as many rows in "
-            "every step. Pad or drop the last batch, or see js.train.uneven_batches.",
+            "compared. If its shape is another one, this step's exchange hangs or fails: pad or "
+            "drop the last batch, or see js.train.uneven_batches.",
         )
 
     def _make_note(self, batch: PyTree, axes: tuple[str, ...], *, with_values: bool) -> "Note":
@@ -654,6 +642,9 @@ class BatchPlacer:
 
         digests = {str(part): digest([rows(x, i) for x in split]) for i, part in enumerate(parts)}
         return digests | ({"shared": digest(shared)} if shared else {})
+
+
+# What processes compare.
 
 
 class Note(NamedTuple):
@@ -739,13 +730,9 @@ class Comparisons:
 # What processes must give alike, by the name of its digest; all others are parts.
 _ALIKE = {
     "shared": "a leaf that all examples share, without a dimension or with a leading one of 1",
-    "whole": 'the whole batch, which `host_batch`="global" takes from every process, where "local" '
-    "takes what each process has of it",
+    "whole": 'the whole batch, which `host_batch`="global" takes from every process',
 }
-_SAME_PART = (
-    "the same part of the batch, which they hold since their devices differ along axes over which "
-    "it is not split"
-)
+_SAME_PART = "the same part of the batch, over whose axes their devices do not differ"
 
 
 def compare_notes(notes: Mapping[int, Note]) -> Verdict:
@@ -766,8 +753,7 @@ def compare_notes(notes: Mapping[int, Note]) -> Verdict:
         return Verdict(
             "`batch`: what processes give does not make one batch; its shape would be "
             f"{'; '.join(differs[:_MAX_DIFFERENCES])}{f'; and {more} more' if more > 0 else ''}. "
-            "Each must give as many rows for each of its parts: pad or drop the last batch, or see "
-            "js.train.uneven_batches."
+            "Pad or drop the last batch, or see js.train.uneven_batches."
         )
     givers: dict[str, dict[str, list[int]]] = {}  # processes, by the part and its digest
     by_data: dict[tuple[str, ...], list[int]] = {}
@@ -786,9 +772,7 @@ def compare_notes(notes: Mapping[int, Note]) -> Verdict:
         if values and len({tuple(notes[process].digests) for process in which}) > 1:
             return Verdict(
                 warning=f"`batch`: {name_processes(which)} give the same data as different parts "
-                "of the first batch. Where each process loads the whole batch, pass "
-                '`host_batch`="global" to js.make_train_step; where each loads a part, shard the '
-                "data by jax.process_index(). If it is equal for a good reason, such as zeros in a "
-                "test, nothing is wrong."
+                'of the first batch: pass `host_batch`="global" where each loads the whole batch, '
+                "or shard the data by jax.process_index(). Equal data of a test are no fault."
             )
     return Verdict()

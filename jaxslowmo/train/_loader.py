@@ -215,8 +215,7 @@ class Loader:
             is_over = lambda: self._items or not self._is_loading  # noqa: E731
             if wait and not self._changed.wait_for(is_over, self._timeout):
                 raise TimeoutError(
-                    f"`batches` gave none within `timeout`={self._timeout:g} s; the loader goes "
-                    "on, and the next call waits for the same batch."
+                    f"`batches` gave none within `timeout`={self._timeout:g} s; the loader goes on."
                 )
             if not self._items:
                 return None

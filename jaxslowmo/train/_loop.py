@@ -97,8 +97,8 @@ def _local_replicas(name: str, value: jax.Array) -> np.ndarray:
         values[first : first + len(range(*block)), *shard.index[1:]] = jax.device_get(shard.data)
     if values.size != sum(shard.data.size for shard in shards):
         raise ValueError(
-            f"host_mean: `metrics` must hold whole replicas on each process, and {name!r} is split "
-            f"inside them, {value.sharding}."
+            f"host_mean: {name!r} of `metrics` must not be split inside replicas, got "
+            f"{value.sharding}."
         )
     return values
 
@@ -228,47 +228,48 @@ def train_loop(
     """
     end = None if num_steps is None else checked_int("`num_steps` counts steps and", num_steps, 0)
     check_accumulation(accumulate, partial)
-    if not isinstance(hooks, Iterable):
-        raise ValueError(f"`hooks` must be a list of hooks, got {hooks!r}.")
     per_call = checked_int("`steps_per_call` counts updates and", steps_per_call, 1)
     hooks = tuple(hooks)
     for hook in hooks:
         if not hasattr(hook, "every"):
             what = getattr(hook, "__name__", type(hook).__name__)
             raise ValueError(
-                "`hooks` must be callables with an attribute `every`, such as js.train.Log(write, "
-                f"every=10), got {what} without one: give it one, or call it in the loop's body."
+                "`hooks` must have an attribute `every`, as js.train.Log(write, every=10), got "
+                f"{what}: call it in the loop's body."
             )
     schedules = [as_schedule(hook.every, "every") for hook in hooks]
     if isinstance(step, TrainPipeline):
         has_others = any(x is not None for x in (state, batches, prefetch)) or accumulate != 1
         if has_others or partial != "step":
             raise ValueError(
-                "`step` is a js.TrainPipeline, which has a state, batches, a depth and how many "
-                "batches it accumulates: leave `state`, `batches`, `prefetch`, `accumulate` and "
-                "`partial` out."
+                "`step` is a js.TrainPipeline with its own state and batches: leave `state`, "
+                "`batches`, `prefetch`, `accumulate` and `partial` out."
             )
         if per_call > 1:
             raise ValueError(
-                f"`steps_per_call`={per_call}: a js.TrainPipeline calls its step for each batch. "
-                "Give the step, its state and its batches themselves."
+                f"`steps_per_call`={per_call} needs a step, and a js.TrainPipeline calls its own."
             )
         if not step.trains:
-            raise ValueError(
-                "`step` is a js.TrainPipeline that evaluates: its results are no steps. Iterate it."
-            )
+            raise ValueError("`step` is a js.TrainPipeline that evaluates: iterate it.")
         done = _completed_steps(step.state, end)
         return _run(contextlib.nullcontext(step), end, hooks, schedules, done)
     if state is None or batches is None or isinstance(batches, TrainPipeline):
-        raise ValueError(
-            "`state` and `batches` must be given where `step` is no js.TrainPipeline; to train "
-            "with one, js.train_loop(pipeline)."
-        )
+        raise ValueError("`state` and `batches` must be given where `step` is no js.TrainPipeline.")
     if prefetch is None:
         prefetch = 0 if isinstance(batches, Iterator) else _PREFETCH
     done = _completed_steps(state, end)
     if per_call > 1:
-        _check_steps_per_call(step, per_call, accumulate)
+        if accumulate > 1:
+            raise ValueError(
+                f"`steps_per_call`={per_call} needs `accumulate`=1, got {accumulate}: give larger "
+                "batches, which js.make_train_step(accumulate=) splits."
+            )
+        # The class is asked, since one in js.reports.measured has the attributes of the step in it.
+        if not hasattr(type(step), "scan"):
+            raise ValueError(
+                f"`steps_per_call`={per_call} needs a step of js.make_train_step or "
+                f"js.with_exchange without a wrapper, got {type(step).__name__}."
+            )
         length = functools.partial(_call_length, per_call, end, schedules)
         calls = ScanBatches(iter(batches), length, done)
         pipeline = ScanPipeline(step, state, calls, depth=prefetch)
@@ -279,23 +280,6 @@ def train_loop(
     if end is not None:
         pipeline._limit_batches(max(0, end - done) * accumulate)
     return _run(pipeline, end, hooks, schedules, done)
-
-
-def _check_steps_per_call(step: Any, per_call: int, accumulate: int) -> None:
-    """Raise `ValueError` for what cannot run several updates in a call."""
-    if accumulate > 1:
-        raise ValueError(
-            f"`steps_per_call`={per_call} runs an update for each batch, and "
-            f"`accumulate`={accumulate} one for several: give batches that hold the examples of an "
-            "update, which js.make_train_step(accumulate=) splits."
-        )
-    # The class is asked, since a step in js.reports.measured has the attributes of the step in it.
-    if not hasattr(type(step), "scan"):
-        raise ValueError(
-            f"`steps_per_call`={per_call} needs a step of js.make_train_step or js.with_exchange, "
-            f"whose `scan` runs several updates, got {type(step).__name__}: leave "
-            "`steps_per_call` out, or give such a step without a wrapper."
-        )
 
 
 def _call_length(per_call: int, end: int | None, schedules: Sequence[Every], done: int) -> int:
@@ -330,9 +314,7 @@ def _run(
             result = _next_update(results)
             if result is None:
                 if num_steps is not None:
-                    raise ValueError(
-                        f"`batches` ended after {done} of `num_steps`={num_steps} steps."
-                    )
+                    raise ValueError(f"`batches` ended after {done} of `num_steps`={num_steps}.")
                 return
             done += result.num_updates or 1
             result.step = done

@@ -1,6 +1,6 @@
-"""A pipeline that loads batches and puts them on the devices ahead of the steps that use them.
+"""Pipelines that load batches and put them on the devices ahead of the steps that use them.
 
-A pipeline that runs several updates in one program, by `step.scan`.
+The last one, of `train_loop(steps_per_call=)`, runs several updates in a program, by `step.scan`.
 """
 
 import contextlib
@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._support.checks import as_number, check_choice, checked_int, checks_flags
 from .._support.types import Phase, PyTree
-from ._batches import as_arrays, local_sum
+from ._batches import as_arrays, local_sum, stack
 from ._loader import Batch, Clock, Loader, SharedIterator, copy_leaf, shared_iterator
 from ._train_state import TrainState, update_count
 from .step import AheadMode, BoundedStep
@@ -197,20 +196,16 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         is_positive = (as_number(timeout) or 0) > 0
         if timeout is not None and not (is_positive and depth > 0):
             raise ValueError(
-                "`timeout` must be a number of seconds > 0, and needs `depth` > 0: without a "
-                f"thread nothing can be waited for. Got {timeout!r} and `depth`={depth}."
+                f"`timeout` must be a number > 0, with `depth` > 0, got {timeout!r} and {depth}."
             )
         if stages is not None and not (isinstance(stages, Sequence) and all(map(callable, stages))):
-            raise ValueError(
-                f"`stages` must be a sequence of functions `batch -> batch`, got {stages!r}."
-            )
+            raise ValueError(f"`stages` must be functions `batch -> batch`, got {stages!r}.")
         self._state, self._read_state = state, _state_reader(state)
         self.trains = self._read_state is None
         if accumulate > 1 and not (self.trains and hasattr(step, "collect")):
             raise ValueError(
-                f"`accumulate`={accumulate} batches make one update: that needs a pipeline that "
-                "trains with a step of js.make_train_step, got "
-                f"{getattr(step, '__name__', type(step).__name__)}."
+                f"`accumulate`={accumulate} needs a pipeline that trains, with a step of "
+                f"js.make_train_step, got {getattr(step, '__name__', type(step).__name__)}."
             )
         self._place, self._refuse_ids = _method(step, "place"), _method(step, "refuse_ids")
         # A `TrainStep` limits how many calls run at once by itself.
@@ -415,9 +410,8 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         result = call()
         if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(
-                "`step` must return `(state, metrics)` where `state` is one to train, got "
-                f"{type(result).__name__}; to evaluate, give a pipeline or a function that returns "
-                "the state."
+                f"`step` must return `(state, metrics)`, got {type(result).__name__}; to evaluate, "
+                "give a pipeline or a function as `state`."
             )
         self.state, metrics = result
         self.position = position
@@ -429,9 +423,8 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         """Treat the batches that were collected when the batches end as `partial` says."""
         if self._partial == "error":
             raise ValueError(
-                f"`batches` ended after {self._num_collected} of the {self._accumulate} of an "
-                'update (`accumulate`), and `partial`="error". They wait: batches of another '
-                "iterator complete the update."
+                f"`batches` ended after {self._num_collected} of `accumulate`={self._accumulate}, "
+                'and `partial`="error": others complete the update.'
             )
         if self._partial == "discard":
             self._window, self._num_collected = None, 0
@@ -470,9 +463,8 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         needs_next = mode != "exact" or bool(options["num_exact"])
         if needs_next and not (has_next and hasattr(step, "ahead")):
             raise ValueError(
-                f"`mode`={mode!r} and its {options} need a pipeline that trains with `depth` > 0, "
-                "for a batch ahead whose rows can be requested from the tables, and a step of "
-                "js.make_train_step with tables."
+                f"`mode`={mode!r} with {options} needs a pipeline that trains, `depth` > 0, and "
+                "a step of js.make_train_step with tables."
             )
         if needs_next or (has_next and getattr(step, "embeddings", None) is not None):
             self._ahead = step.ahead(mode, **options)
@@ -516,10 +508,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         self._loader.close()
         self._queue.clear()
 
-    def __exit__(
-        self,
-        *error: object,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -563,6 +552,9 @@ def check_accumulation(accumulate: Any, partial: Any) -> int:
     """Return the number of batches per update; raise `ValueError` if it or `partial` is wrong."""
     check_choice("partial", partial, Partial)
     return checked_int("`accumulate` counts batches per update and", accumulate, 1)
+
+
+# Several updates in one program.
 
 
 class _Batch(NamedTuple):
@@ -632,9 +624,8 @@ class ScanBatches(SharedIterator):
                 return None
             if item.weight is not None:
                 raise ValueError(
-                    "`steps_per_call`: a js.train.WeightedBatch, as of js.train.uneven_batches, "
-                    "has weights of its own, and the updates of a call have one weight for all: "
-                    "leave `steps_per_call` out, or pass equal batches."
+                    "`steps_per_call` must be 1 for a js.train.WeightedBatch, as of "
+                    "js.train.uneven_batches, which has weights of its own."
                 )
             leaves, structure = jax.tree.flatten(item.batch)
             if not all(isinstance(x, jax.Array) for x in leaves):
@@ -666,7 +657,8 @@ class ScanPipeline(TrainPipeline):
         # In the thread that trains: a program that stacks arrays of several devices must not come
         # between the steps in another order on each process.
         structure, rows = batch
-        stacked = [_stack_leaves(column) for column in zip(*rows, strict=True)]
+        columns = map(list, zip(*rows, strict=True))
+        stacked = [(stack if isinstance(x[0], jax.Array) else np.stack)(x) for x in columns]
         return Batch((len(rows), structure.unflatten(stacked)), weight, position)
 
     def _run_step(self, batch: Batch) -> StepResult:
@@ -680,13 +672,3 @@ class ScanPipeline(TrainPipeline):
             position=batch.position,
             num_updates=count,
         )
-
-
-def _stack_leaves(leaves: tuple[Any, ...]) -> Any:
-    """Return the leaves along a new first dimension: of the host, unless they are on devices."""
-    return _stack_on_devices(leaves) if isinstance(leaves[0], jax.Array) else np.stack(leaves)
-
-
-@jax.jit
-def _stack_on_devices(leaves: tuple[jax.Array, ...]) -> jax.Array:
-    return jnp.stack(leaves)

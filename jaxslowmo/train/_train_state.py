@@ -1,7 +1,4 @@
-"""The state of a run.
-
-Set learning rates and other hyperparameters of a state between steps.
-"""
+"""The state of a run: its first values, and its hyperparameters, set between steps."""
 
 import functools
 import itertools
@@ -23,7 +20,6 @@ from ..mesh import (
     key_bits,
     map_replicas,
     per_replica_keys,
-    replicate,
     replicate_argument,
 )
 from ..tree import leaf_names
@@ -94,37 +90,6 @@ def update_count(state: Any) -> int:
     return int(np.ravel(jax.device_get(local))[0])
 
 
-def initial_state(
-    stacked: PyTree,
-    opt_state: PyTree,
-    exchange: StepExchange,
-    *,
-    mesh: AnyMesh,
-    axis_name: AxisName,
-    model_state: PyTree | None,
-    seed: int,
-) -> TrainState:
-    """Return a state before its first update, from what is stacked already.
-
-    Communication: none between replicas.
-    """
-    one_state = {} if model_state is None else model_state
-    _warn_of_rbg(one_state, mesh)
-    return TrainState(
-        step=replicate(jax.device_put(np.int32(0)), mesh=mesh, axis_name=axis_name),
-        params=stacked,
-        opt_state=opt_state,
-        model_state=with_own_keys(
-            "model_state",
-            replicate_argument("model_state", one_state, mesh=mesh, axis_name=axis_name),
-            mesh=mesh,
-            axis_name=axis_name,
-        ),
-        rng=_replica_keys(seed, mesh, axis_name),
-        exchange=exchange,
-    )
-
-
 def with_own_keys(name: str, stacked: PyTree, *, mesh: AnyMesh, axis_name: AxisName) -> PyTree:
     """Return the argument `name`, stacked, with different keys per replica.
 
@@ -137,10 +102,9 @@ def with_own_keys(name: str, stacked: PyTree, *, mesh: AnyMesh, axis_name: AxisN
     raw = [] if places else _stacked_raw_keys(stacked)
     if raw and leaves[0].shape[0] > 1:
         warn_user(
-            f"`{name}`: {', '.join(raw)} looks like a PRNG key without a type, and would be "
-            "the same on all replicas, so that all draw the same. Keys of jax.random.key or "
-            "jax.random.wrap_key_data become each replica's own; a function that needs raw ones "
-            "takes jax.random.key_data of them. If it is none, nothing is wrong."
+            f"`{name}`: {', '.join(raw)} looks like a PRNG key without a type, and would be the "
+            "same on all replicas; keys of jax.random.key become each replica's own. If it is no "
+            "key, nothing is wrong."
         )
     if places:
         split_keys = map_replicas(
@@ -154,7 +118,7 @@ def with_own_keys(name: str, stacked: PyTree, *, mesh: AnyMesh, axis_name: AxisN
     return structure.unflatten(leaves)
 
 
-def _warn_of_rbg(model_state: PyTree, mesh: AnyMesh) -> None:
+def warn_of_rbg(model_state: PyTree, mesh: AnyMesh) -> None:
     """Warn where replicas under `vmap` draw other numbers than on devices of their own."""
     if has_device_per_position(mesh):
         return
@@ -162,9 +126,8 @@ def _warn_of_rbg(model_state: PyTree, mesh: AnyMesh) -> None:
     impls = {str(jax.random.key_impl(x)) for x in keys} | {default_generator()}
     if found := sorted(impls - {"threefry2x32"}):
         _warn_once(
-            f"jax's generator {found[0]!r} draws other numbers under `vmap`, in which a virtual "
-            "mesh runs its replicas, than on devices, so dropout differs from that of a "
-            'js.make_mesh. With "threefry2x32", jax\'s default, both are equal.'
+            f"jax's generator {found[0]!r} draws other numbers on a virtual mesh than on devices, "
+            'so dropout differs; "threefry2x32", jax\'s default, draws the same.'
         )
 
 
@@ -182,7 +145,7 @@ def _stacked_raw_keys(model_state: PyTree) -> list[str]:
     return list(itertools.compress(leaf_names(model_state), is_raw)) if any(is_raw) else []
 
 
-def _replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:
+def replica_keys(seed: int, mesh: AnyMesh, axis_name: AxisName) -> jax.Array:
     """Return the data of a key per replica: the seed's key with the replica's index folded in."""
     bits = replicate_argument("seed", key_bits(seed), mesh=mesh, axis_name=axis_name)
     return _keys_fn(mesh, axis_name)(bits)
@@ -196,6 +159,8 @@ def _keys_fn(mesh: AnyMesh, axis_name: AxisName) -> Callable[[jax.Array], jax.Ar
 
     return jax.jit(map_replicas(per_replica, mesh=mesh, axis_name=axis_name, in_roles=("stacked",)))
 
+
+# Hyperparameters.
 
 _State = TypeVar("_State")
 
@@ -277,28 +242,24 @@ def _check(state: PyTree, name: str, value: Any) -> None:
     owners = [x for x in every if name in x.hyperparams]
     if len(owners) != 1:
         names = sorted({n for x in every for n in x.hyperparams})
-        has = f"they have {', '.join(names)}" if names else "there is none"
         raise ValueError(
-            f"set_hyperparams: `{name}` must be in the state of one `optax.inject_hyperparams` "
-            f"optimizer, found in {len(owners) or 'none'}; {has}. Of several, assign to the one "
-            f'that is meant: `state.opt_state.hyperparams["{name}"] = value`.'
+            f"set_hyperparams: `{name}` must be in one `optax.inject_hyperparams` state, found in "
+            f"{len(owners)}; they have {names}. Of several assign to `.hyperparams` of one."
         )
     (owner,) = owners
     if name in getattr(owner, "hyperparams_states", {}):
         raise ValueError(
-            f"set_hyperparams: `{name}` was given as a schedule, which decides in every update: "
-            "make the optimizer with a number, and set it between steps."
+            f"set_hyperparams: `{name}` is a schedule: make the optimizer with a number."
         )
     if not isinstance(value, Tracer):
         dtype = np.asarray(value).dtype  # None has dtype object, and would become NaN
         if not (jnp.issubdtype(dtype, jnp.number) or dtype == np.bool_):
             raise ValueError(f"set_hyperparams: `{name}` must be a number, got {value!r}.")
-    whole, one = _shape(owner, owner.hyperparams[name]), np.ndim(owner.count)
-    if np.shape(value) not in {(), whole, whole[one:]}:
-        each = f"array {whole[one:]} for each" if whole[one:] else "number per"
+    whole = _shape(owner, owner.hyperparams[name])
+    shapes = sorted({(), whole, whole[np.ndim(owner.count) :]}, key=len)
+    if np.shape(value) not in shapes:
         raise ValueError(
-            f"set_hyperparams: `{name}` must be a number or an array {whole}, one {each} replica, "
-            f"got shape {np.shape(value)}."
+            f"set_hyperparams: `{name}` must have a shape of {shapes}, got {np.shape(value)}."
         )
 
 

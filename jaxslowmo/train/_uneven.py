@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -80,63 +80,56 @@ def uneven_batches(
     Source: torch 2.13, `torch.distributed.algorithms.Join`.
     """
     check_choice("on_exhausted", on_exhausted, OnExhausted, _OWNER)
-    replicas = replica_count(_OWNER, mesh, axis_name)
+    replica_count(_OWNER, mesh, axis_name)
     axes = axis_names(axis_name)
     local_replicas = own_parts(mesh, axes)
     if len(shares) != len(local_replicas):
         raise ValueError(
-            f"{_OWNER}: `shares` must hold the batches of each replica of this process, which has "
-            f"{len(local_replicas)} of {replicas}, got {len(shares)} shares."
+            f"{_OWNER}: `shares` must be {len(local_replicas)}, one for each replica of this "
+            f"process, got {len(shares)}."
         )
-    gather = _NoteExchange(mesh) if is_multi_process(mesh) else None
+    gather = _note_exchange(mesh) if is_multi_process(mesh) else None
     return _weighted_batches([iter(share) for share in shares], mesh, axes, gather, on_exhausted)
 
 
-class _NoteExchange:
-    """An exchange of notes between the processes of a mesh, once for each batch.
+_Gather = Callable[[dict[str, Any]], list[dict[str, Any]]]
+
+
+def _note_exchange(mesh: Mesh) -> _Gather:
+    """Return a function that exchanges notes between the processes of a mesh, once for each batch.
 
     The notes go over the coordinator: an exchange between devices would wait for all steps that
-    were started before. All processes make these objects in the same order.
+    were started before. All processes make these functions in the same order.
     """
+    processes, topic, numbers = process_indices(mesh), new_topic("uneven", mesh), itertools.count(1)
 
-    def __init__(self, mesh: Mesh) -> None:
-        self._processes, self._topic = process_indices(mesh), new_topic("uneven", mesh)
-        self._batches = 0
-
-    def __call__(self, note: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the notes of all processes.
-
-        Raises:
-          RuntimeError: another process could not load its batch, or does not answer.
-
-        Communication: that of `gather_notes`.
-        """
-        self._batches += 1
-        topic = f"{self._topic}/{self._batches}"
+    def gather(note: dict[str, Any]) -> list[dict[str, Any]]:
+        number = next(numbers)
         try:
-            texts = gather_notes(topic, json.dumps(note), self._processes, PATIENCE_SECONDS)
+            texts = gather_notes(f"{topic}/{number}", json.dumps(note), processes, PATIENCE_SECONDS)
         except NoNoteError as error:
             raise RuntimeError(
-                f"{_OWNER}: another process has not given batch {self._batches} for "
-                f"{PATIENCE_SECONDS:g} s."
+                f"{_OWNER}: another process gave no batch {number} for {PATIENCE_SECONDS:g} s."
             ) from error
-        if jax.process_index() == self._processes[0]:
+        if jax.process_index() == processes[0]:
             # Processes that sent a note for this batch have read the notes for the one before.
-            delete_notes(f"{self._topic}/{self._batches - 1}")
+            delete_notes(f"{topic}/{number - 1}")
         notes = [json.loads(text) for text in texts]
-        for process, each in zip(self._processes, notes, strict=True):
+        for process, each in zip(processes, notes, strict=True):
             if "error" in each:
                 raise RuntimeError(
                     f"{_OWNER}: `shares` of process {process} ended in an error: {each['error']}"
                 )
         return notes
 
+    return gather
+
 
 def _weighted_batches(
     shares: list[Iterator[PyTree]],
     mesh: AnyMesh,
     axes: tuple[str, ...],
-    gather: _NoteExchange | None,
+    gather: _Gather | None,
     on_exhausted: str,
 ) -> Iterator[WeightedBatch]:
     local_replicas = own_parts(mesh, axes)
@@ -168,8 +161,7 @@ def _weighted_batches(
         if on_exhausted == "raise" and not all(samples):
             gone = [replica for replica, size in enumerate(samples) if not size]
             raise RuntimeError(
-                f"{_OWNER}: replicas {gone} have run out of batches before the others, and "
-                '`on_exhausted`="raise".'
+                f'{_OWNER}: `on_exhausted`="raise" and replicas {gone} have run out.'
             )
         template = next(batch for batch in last if batch is not None)
         whole = [template if batch is None else batch for batch in last]
@@ -191,10 +183,8 @@ def _samples(notes: list[dict[str, Any]]) -> tuple[list[int], str | None]:
         sizes.setdefault(replica, set()).add(size)
     differ = sorted(replica for replica, each in sizes.items() if len(each) > 1)
     if differ:
-        return [], (
-            f"processes that share replicas {differ} must give the same batches for them, and give "
-            f"{[sorted(sizes[replica]) for replica in differ]} samples"
-        )
+        given = [sorted(sizes[replica]) for replica in differ]
+        return [], f"processes that share replicas {differ} give {given} samples for them"
     return [max(sizes[replica]) for replica in sorted(sizes)], None
 
 
@@ -210,9 +200,8 @@ def _problem(
             return f"every leaf must have a dimension of samples, got none in {', '.join(numbers)}"
         if batch is not None and _describe(batch) != reference:
             return (
-                f"batches must have the same leaves and shapes throughout, got {reference} first "
-                f"and {_describe(batch)} on replica {replica}; pad a smaller batch and leave its "
-                "padding out of the loss"
+                f"batches must have the same shapes throughout, got {reference} first and "
+                f"{_describe(batch)} on replica {replica}; pad a smaller batch"
             )
     return None
 

@@ -1,6 +1,6 @@
-"""One update of all replicas by the training step of another library, for `with_exchange`.
+"""Exchanges around the training step of any library: `with_exchange`.
 
-Exchanges around the training step of any library: `with_exchange`.
+Access to the parts of its state, one update of all replicas, and the step that runs it.
 """
 
 import functools
@@ -46,9 +46,9 @@ from ..transform import init as make_states
 from ..tree import check_arrays, leaf_names, not_floating
 from ._batches import BatchPlacer
 from ._train_state import ReplicaState, StepExchange, TrainState, with_own_keys
-from .step._checks import check_axes, check_same_model, is_deleted
-from .step._first_run import has_local_steps, program_checks
-from .step._gradients import restore_statistics_if, statistics, with_statistics
+from .step._checks import check_axes, check_not_donated, check_same_model
+from .step._first_run import program_checks
+from .step._gradients import old_if_idle, restore_statistics_if, statistics, with_statistics
 from .step._in_flight import StepsInFlight
 from .step._optimized import Averaging, Weights, accepted_arguments, optimizer_rate
 from .step._programs import Mode, Phases
@@ -68,11 +68,10 @@ class Access(NamedTuple):
             found = self.get(self.set(state, part))
             is_new = all(isinstance(x, Tracer) for x in jax.tree.leaves(found))
             if not is_new or jax.tree.structure(found) != jax.tree.structure(part):
-                given, read = (jax.tree.structure(x).num_leaves for x in (part, found))
-                what = f"{read} arrays in another form" if is_new else "old ones"
+                what = "arrays in another form" if is_new else "old arrays"
                 raise ValueError(
-                    f"with_exchange: the functions for `{self.name}` must set what they get, and "
-                    f"of a state in which {given} arrays were set the first returns {what}."
+                    f"with_exchange: the functions for `{self.name}` must get what they set, got "
+                    f"{what}."
                 )
             return found
 
@@ -106,8 +105,8 @@ class LibraryUpdate:
         """Raise `ValueError` unless the functions get and set parts of a state of one replica."""
         if wrong := not_floating(self.params.get(state)):
             raise ValueError(
-                "with_exchange: `get_params` must return real floating-point arrays alone, and "
-                f"there are {', '.join(wrong)}."
+                "with_exchange: `get_params` must return real floating-point arrays, got "
+                f"{', '.join(wrong)}."
             )
         for access in (self.params, self.moments, self.statistics):
             access.check(state)
@@ -117,8 +116,8 @@ class LibraryUpdate:
         axes = self.in_axes if isinstance(self.in_axes, tuple) else (self.in_axes,) * len(args)
         if len(axes) != len(args):
             raise ValueError(
-                f"with_exchange: `in_axes` must be 0, None or a tuple with an entry for each of "
-                f"the step's {len(args)} further arguments, got {self.in_axes!r}."
+                "with_exchange: `in_axes` must be 0, None or a tuple with an entry for each of the "
+                f"{len(args)} further arguments, got {self.in_axes!r}."
             )
         named = jax.tree.map(
             lambda axis: "shared" if axis is None else "batch", axes, is_leaf=lambda x: x is None
@@ -137,6 +136,8 @@ class LibraryUpdate:
             return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
 
         return [leaves[i] for i in places], join
+
+    step = __call__
 
     def scan(
         self,
@@ -251,9 +252,7 @@ class LibraryUpdate:
             results = unless_idle(results, weight)
             means = restore_statistics_if(weight <= 0, *map(self.statistics.get, (new, state)))
             new = self.statistics.set(new, means)
-        if weights.update is not None:
-            new = _select(weights.update > 0, new, state)
-        return new, memory, weights.exchange, results
+        return old_if_idle(weights.update, new, state), memory, weights.exchange, results
 
 
 def _check_results(returned: Any, state: PyTree) -> tuple[PyTree, PyTree]:
@@ -269,10 +268,6 @@ def _check_results(returned: Any, state: PyTree) -> tuple[PyTree, PyTree]:
         "with_exchange: `train_step` must return (state, metrics) with a state like its own, "
         f"which is {type(state).__name__} of {before.num_leaves} arrays, got {what}."
     )
-
-
-def _select(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    return jax.tree.map(lambda n, o: jnp.where(condition, n, o), new, old)
 
 
 class ExchangingStep:
@@ -297,10 +292,7 @@ class ExchangingStep:
         self._programs: dict[Any, Any] = {}
         self._in_flight = StepsInFlight()
         self._program_checks = program_checks(
-            mesh,
-            axis_name,
-            update.map_with,
-            has_local_steps=has_local_steps(update.gradients, self.sync),
+            mesh, axis_name, update.map_with, update.gradients, self.sync
         )
 
     def init(self, state: PyTree) -> ReplicaState:
@@ -372,8 +364,6 @@ class ExchangingStep:
         if communicate is True:
             self._phases.advance(state, new)
         return new, results
-
-    step = __call__
 
     def scan(
         self, state: ReplicaState, *batches: PyTree, weight: Any = None
@@ -470,14 +460,10 @@ class ExchangingStep:
         """Raise `ValueError` unless a step can take the state; the first one sizes the exchange."""
         if not isinstance(state, ReplicaState):
             raise ValueError(
-                "`state` must be what `init(state)` of js.with_exchange makes, and what the step "
-                f"returns, got {type(state).__name__}."
+                f"`state` must be of `init` of js.with_exchange, got {type(state).__name__}."
             )
-        if runs and is_deleted(state.step):  # jax 0.10 may crash with it
-            raise ValueError(
-                "`state` was given to a step before, which reuses its buffers (donate=True): go on "
-                "with the state that this step returned, or make the step with donate=False."
-            )
+        if runs:
+            check_not_donated("state", state.step)
         if not self._names:
             self._bind(self._update.params.get(state.state))
 
@@ -621,26 +607,22 @@ def with_exchange(
     each = in_axes if isinstance(in_axes, tuple) else (in_axes,)
     if wrong := [x for x in jax.tree.leaves(each) if isinstance(x, bool) or x != 0]:
         raise ValueError(
-            f"{owner}: `in_axes` must hold 0, for what is split along its first dimension, and "
-            f"None, for what every replica receives whole, got {wrong[0]!r}."
+            f"{owner}: `in_axes` must hold 0 (split along the first dimension) or None (whole), "
+            f"got {wrong[0]!r}."
         )
-    for name, value, kind in (("mode", mode, Mode), ("map_with", map_with, MapWith)):
-        check_choice(name, value, kind)
+    check_choice("mode", mode, Mode)
+    check_choice("map_with", map_with, MapWith)
     inner = {n for n, size in mesh.shape.items() if size > 1} - {*axis_names(axis_name)}
     if gradients is not None and map_with == "vmap" and inner:
         raise ValueError(
-            f'{owner}: `gradients` needs the axis of the replicas, which `map_with`="vmap" does '
-            f"not bind on a mesh that also has the axes {sorted(inner)}: use "
-            'map_with="shard_map".'
+            f'{owner}: `gradients` needs map_with="shard_map" on a mesh with the axes '
+            f"{sorted(inner)} inside a replica."
         )
     algorithm = sync.algorithm
     if not reads_optimizer and (algorithm.needs_rate or algorithm.inner_state != "keep"):
         needs = f"`inner_state`={algorithm.inner_state!r}"
         needs = '`learning_rate`="optimizer"' if algorithm.needs_rate else needs
-        raise ValueError(
-            f"{owner}: `sync` was made with {needs}, which reads the state of the optimizer: give "
-            "`get_opt_state` and `set_opt_state`."
-        )
+        raise ValueError(f"{owner}: `sync` with {needs} needs `get_opt_state` and `set_opt_state`.")
     is_pair = isinstance(statistics, tuple) and len(statistics) == 2
     if statistics is not None and not (is_pair and all(map(callable, statistics))):
         raise ValueError(

@@ -31,7 +31,7 @@ def test_what_is_said_of_notes():
         (shared, "all examples share"),
         (notes(*({"whole": x} for x in "aab")), "processes 0 and 2"),
         (notes({}, {}) | other_shape, r"x: float32\[8,3\] on processes 0, 1, float32\[4,3\] on"),
-        (notes({}, {}) | many, "; and 39 more. Each must"),
+        (notes({}, {}) | many, "; and 39 more. Pad"),
         (notes({}) | {1: Note(9, None, LEAVES, {})}, "0 in step 1, process 1 in step 9."),
         (notes({}) | {1: Note(1, "`batch`: ...", {}, {})}, "process 1: `batch`: ..."),
     ):

@@ -189,10 +189,13 @@ def weighted(step):
     ("match", "run"),
     [
         ("`steps_per_call` counts updates and must be an int >= 1", {"steps_per_call": 0}),
-        ("`accumulate`=2 one for several", {"accumulate": 2}),
+        ("`accumulate`=1, got 2", {"accumulate": 2}),
         ("js.train.WeightedBatch", {"batches": weighted}),
-        ("got MeasuredStep: leave `steps_per_call` out", {"step": js.reports.measured}),
-        ("Give the step, its state", {"step": lambda s: js.TrainPipeline(s, start(s), BATCHES)}),
+        ("without a wrapper, got MeasuredStep", {"step": js.reports.measured}),
+        (
+            "a js.TrainPipeline calls its own",
+            {"step": lambda s: js.TrainPipeline(s, start(s), BATCHES)},
+        ),
     ],
 )
 def test_refused_by_name(match, run):

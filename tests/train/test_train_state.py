@@ -60,5 +60,5 @@ def test_the_optimizers_state_of_one_copy_goes_on_on_every_replica():
     known = (known[0]._replace(mu={"w": jnp.arange(3.0)}), *known[1:])
     state = step.init(params, opt_state=known)
     assert np.asarray(state.opt_state[0].mu["w"]).tolist() == [[0, 1, 2]] * 2
-    with pytest.raises(ValueError, match="`opt_state` must be the state of the step's optimizer"):
+    with pytest.raises(ValueError, match="`opt_state` must be that of one copy"):
         step.init(params, opt_state=optax.sgd(0.1).init(params))

@@ -2,7 +2,6 @@
 
 from ._ahead import AheadMode as AheadMode
 from ._ahead import AheadStep as AheadStep
-from ._checks import split_chain as split_chain
 from ._gradients import GradientWindow as GradientWindow
 from ._gradients import mean_metrics as mean_metrics
 from ._gradients import metric_weight as metric_weight

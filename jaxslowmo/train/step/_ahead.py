@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from ..._support.checks import as_int, as_number, check_choice
+from ..._support.checks import as_number, check_choice, checked_int
 from ..._support.types import PyTree
 from ...embedding import Embeddings, PrefetchedRows, PrefetchOptions, WithTables
 from .._train_state import TrainState
@@ -65,8 +65,19 @@ class AheadStep:
     def __init__(
         self, runner: Runner, mode: AheadMode, num_exact: int = 0, room: float = 0.25
     ) -> None:
-        self._embeddings = _check_arguments(runner, mode, num_exact, room)
-        self._runner, self.mode, self._num_exact = runner, mode, int(num_exact)
+        check_choice("mode", mode, AheadMode)
+        if runner.embeddings is None:
+            raise ValueError(
+                f"`mode`={mode!r} needs tables, those of js.make_train_step(embeddings=...)."
+            )
+        num_exact = checked_int("`num_exact` counts batches and", num_exact, 0)
+        if num_exact and mode != "stale":
+            raise ValueError(f'`num_exact` is for `mode`="stale", got {num_exact} with {mode!r}.')
+        number = as_number(room)
+        if number is None or not 0 < number <= 1:
+            raise ValueError(f"`room` must be a number above 0 and at most 1, got {room!r}.")
+        self._embeddings = runner.embeddings
+        self._runner, self.mode, self._num_exact = runner, mode, num_exact
         self._vectors = PrefetchOptions(mode != "exact", mode == "patched", room)
         self._count = 0
 
@@ -184,9 +195,8 @@ def _check_same_ids(embeddings: Embeddings, looked_up: PyTree, batch: PyTree) ->
             continue
         if _content(both[0]) != _content(both[1]):
             raise ValueError(
-                f"`asked` is for another batch: its bags of feature {feature!r} are not those of "
-                "`batch`. Give each batch what `prime(state, batch)` returned for it, or the call "
-                "before, whose `next_batch` it was."
+                f"`asked` must be of `prime(state, batch)`, or of the call before with `batch` as "
+                f"`next_batch`, got that of other bags of feature {feature!r}."
             )
 
 
@@ -205,24 +215,3 @@ def _content(tree: PyTree) -> list[Any]:
         return {str(part.index): values(part.data) for part in x.addressable_shards}
 
     return [parts(x) for x in jax.tree.leaves(tree)]
-
-
-def _check_arguments(runner: Runner, mode: Any, num_exact: Any, room: Any) -> Embeddings:
-    """Return the tables of the step; raise `ValueError` for invalid arguments of `AheadStep`."""
-    check_choice("mode", mode, AheadMode)
-    if runner.embeddings is None:
-        raise ValueError(
-            f"`mode`={mode!r} is about the tables of a step, and this one has none: make it with "
-            "js.make_train_step(embeddings=...)."
-        )
-    if as_int(num_exact, 0) is None:
-        raise ValueError(f"`num_exact` counts batches and must be >= 0, got {num_exact!r}.")
-    if num_exact and mode != "stale":
-        raise ValueError(
-            f'`num_exact` is for `mode`="stale", of which the first batches can be exact; got '
-            f"{num_exact} with {mode!r}."
-        )
-    number = as_number(room)
-    if number is None or not 0 < number <= 1:
-        raise ValueError(f"`room` must be a number above 0 and at most 1, got {room!r}.")
-    return runner.embeddings

@@ -1,6 +1,6 @@
-"""The transforms of a step: splitting of chains, and errors for combinations that do not work.
+"""What a step refuses: transforms that do not work together, and states that are not its own.
 
-The layouts of a step's states, and the checks of states and windows that a step receives.
+The parts of a `js.chain`, its transforms by their axes and states, then states and windows.
 """
 
 import math
@@ -36,7 +36,9 @@ from ...tree import leaf_names, not_floating, parts_of
 from .._train_state import StepExchange, TrainState
 from ._gradients import GradientWindow
 from ._optimized import USE_CHAIN
-from ._update import Parts
+from ._update import Update
+
+# Transforms.
 
 _MOVES: tuple[Literal["gradients", "parameters"], ...] = ("gradients", "parameters")
 Chained = tuple[optax.GradientTransformation | None, optax.GradientTransformation, Any]
@@ -72,18 +74,15 @@ def split_chain(
         moving.append(parts.pop())
     if len(moving) > 1:
         raise ValueError(
-            f"`optimizer` is a js.chain with {len(moving)} parameter transforms, and a step has "
-            "one: use js.hierarchical_local_sgd or js.slowmo(base=...), or an optax.chain."
+            f"`optimizer` is a js.chain with {len(moving)} parameter transforms, of which a step "
+            "takes one: use js.hierarchical_local_sgd or js.slowmo(base=...)."
         )
     count = gradient_parts(parts)
     first, last = parts[:count], parts[count:]
     reduces = any(spec_of(part).axes for part in first)
     for name, given, does in (("gradients", gradients, reduces), ("sync", sync, moving)):
         if given is not None and does:
-            raise ValueError(
-                f"`{name}` was given, and `optimizer` is a js.chain that has one, too: give one of "
-                "the two."
-            )
+            raise ValueError(f"`{name}` must not be given beside a js.chain `optimizer` with one.")
     if gradients is not None:
         first = [gradients, *first]
     return _chain_parts(first) if first else None, _chain_parts(last), moving[0] if moving else sync
@@ -100,11 +99,9 @@ def check_with_tables(gradients: optax.GradientTransformation | None) -> None:
     if gradients is None or spec_of(gradients).of_rows:
         return
     raise ValueError(
-        "`gradients` with `embeddings` must be js.all_reduce_gradients(...), "
-        "js.clip_by_global_norm(...), a js.chain of such, "
-        f"optax.identity() or None, got {_transform_name(gradients)}, which would take row numbers "
-        "of tables for gradients, or not see them: put what shall act on dense parameters alone "
-        "into `optimizer`, and join several by js.chain."
+        "`gradients` with `embeddings` must be js.all_reduce_gradients(...), js.clip_by_global_norm"
+        f"(...) or a js.chain of such, got {_transform_name(gradients)}, which does not know rows "
+        "of tables: what is for dense parameters alone goes into `optimizer`."
     )
 
 
@@ -117,15 +114,15 @@ def check_axes(transforms: Chained, mesh: AnyMesh, axis_name: AxisName) -> None:
     for argument, over in axes.items():
         if unknown := sorted(over - set(mesh.axis_names)):
             raise ValueError(
-                f"`{argument}` exchanges over {unknown}, and `mesh` has the axes "
-                f"{list(mesh.axis_names)}: name some of these where `{argument}` is made."
+                f"`{argument}` must exchange over axes of `mesh`, {list(mesh.axis_names)}, got "
+                f"{unknown}."
             )
     of_sync = () if sync is None else sync.algorithm.axes
     # Without axes it exchanges nothing, as between the replicas of an island.
     if of_sync and not set(of_sync) & set(axis_names(axis_name)):
         raise ValueError(
-            f"`sync` exchanges over {list(of_sync)}, and the replicas of this step lie along "
-            f"`axis_name`={axis_name!r}: they would train independently. Name one axis in both."
+            f"`sync` must exchange over `axis_name`={axis_name!r}, of the replicas, got "
+            f"{list(of_sync)}."
         )
 
 
@@ -152,7 +149,7 @@ def checked_gradients(
 
 
 def check_transforms(
-    state: TrainState, parts: Parts, mesh: AnyMesh, mode: str, *, is_first: bool
+    state: TrainState, parts: Update, mesh: AnyMesh, mode: str, *, is_first: bool
 ) -> bool:
     """Check the `gradients` and `optimizer` of a step by their states.
 
@@ -179,6 +176,7 @@ def check_transforms(
     axes = axis_names(parts.axis_name)
     num_replicas = math.prod(mesh.shape[name] for name in axes)
     gradients, optimizer = state.exchange.gradients, parts.dense(state.opt_state)
+    averaged = _reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)
     members = {
         "gradients": (parts.gradients or optax.identity(), gradients),
         "optimizer": (parts.optimizer, optimizer),
@@ -186,10 +184,8 @@ def check_transforms(
     for name, (_, tx_state) in members.items():
         if parts_of(tx_state, AccumulateState):
             raise ValueError(
-                f"`{name}` must not hold a js.gradients.accumulate, which is for loops of your "
-                "own: a step adds up gradients itself. Pass what it wraps, and accumulate=k to "
-                "js.make_train_step (parts of a batch) or js.train_loop (several batches), or call "
-                "step.collect."
+                f"`{name}` must not hold a js.gradients.accumulate, since a step adds up gradients "
+                "itself: pass accumulate=k to js.make_train_step or js.train_loop."
             )
     # States of transforms that declare nothing, which may hold a transform of this library.
     unknown = {name: spec_of(tx).unknown(tx_state) for name, (tx, tx_state) in members.items()}
@@ -216,9 +212,12 @@ def check_transforms(
             leaves = facts.updates
             if name == "optimizer":
                 changes = jax.tree.structure(facts.state) != jax.tree.structure(tx_state)
-        averaged = _reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)
-        needed = tuple(a for a in mesh.axis_names if a in averaged.union(inside))
-        _check_inner_reduction(leaves, inside, needed)
+        if wrong := _varying_leaves(leaves, inside):
+            needed = tuple(a for a in mesh.axis_names if a in averaged.union(inside))
+            raise ValueError(
+                f"`gradients` must average over the inner axes {inside}, between which updates "
+                f"still differ: {wrong}. Leave it out, or pass js.all_reduce_gradients({needed!r})."
+            )
     _check_gradients_state(gradients)
     if parts_of(optimizer, DynamicLossScaleState):
         check_nesting(optimizer)
@@ -228,26 +227,24 @@ def check_transforms(
     moves = holds_state(optimizer, "parameters")
     if mode == "host" and moves:
         raise ValueError(
-            '`mode`="host" schedules `sync` alone, and `optimizer` holds a parameter transform '
-            f'too: pass that one as `sync`, or use mode="traced". {USE_CHAIN}'
+            '`mode`="host" schedules `sync` alone, and `optimizer` holds a parameter transform: '
+            f"pass it as `sync`. {USE_CHAIN}"
         )
     dtypes = [x.dtype for x in jax.tree.leaves(state.model_state)]
     means = parts.batches.model_state == "sync_mean"
     if moves and means and any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         raise ValueError(
-            '`model_state`="sync_mean" averages model state in updates that average parameters, '
-            "and `optimizer` holds the parameter transform that does: pass that one as `sync`, or "
-            f'use model_state="local". {USE_CHAIN}'
+            '`model_state`="sync_mean" follows `sync`, and `optimizer` holds the parameter '
+            f'transform: pass it as `sync`, or use "local". {USE_CHAIN}'
         )
-    averages = (_reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)) & set(axes)
+    averages = averaged & set(axes)
     exchanges = parts.independent or parts.sync is not None or moves or averages
     if num_replicas > 1 and not exchanges and not holds_state(unknown, "gradients"):
         axis = axes[0] if len(axes) == 1 else axes
         raise ValueError(
-            f"`sync` is None, and neither `gradients` nor `optimizer` averages over {axis!r}, so "
-            f"the {num_replicas} replicas would train independently. Pass "
-            f"gradients=js.all_reduce_gradients({axis!r}), sync=js.local_sgd({axis!r}) or such, "
-            'js.gradient_transform(...) of what averages gradients by itself, or sync="none".'
+            f"`sync` is None and nothing averages over {axis!r}, so the {num_replicas} replicas "
+            f"would train independently: pass gradients=js.all_reduce_gradients({axis!r}), "
+            f'sync=js.local_sgd({axis!r}) or such, or sync="none".'
         )
     return changes
 
@@ -258,30 +255,13 @@ def _check_facts(
     """Raise `ValueError` for collectives that a step must know, and for results that differ."""
     if names := sorted(facts.undeclared & set(axes)):
         raise ValueError(
-            f"`{name}` holds a transform with collectives over {names} of which the step knows "
-            f"nothing: wrap it as js.gradient_transform(tx, axes={tuple(names)!r}), and join it "
-            "with others by js.chain."
+            f"`{name}` holds a transform with collectives over {names} that it does not declare: "
+            f"wrap it as js.gradient_transform(tx, axes={tuple(names)!r}) in a js.chain."
         )
     if wrong := _varying_leaves(facts.state, inside):
         raise ValueError(
-            f"`{name}` keeps state that differs between the devices of a replica: {wrong}. A hook "
-            "with error feedback that reduces over inner axes needs them all in `axis_name`; what "
-            "stands before an average over them belongs after it."
-        )
-
-
-def _check_inner_reduction(
-    updates: PyTree, inside: tuple[str, ...], needed: tuple[str, ...]
-) -> None:
-    """Raise `ValueError` for updates that differ between the devices of a replica.
-
-    `needed` are the axes over which gradients are averaged now, and those in `inside`.
-    """
-    if wrong := _varying_leaves(updates, inside):
-        raise ValueError(
-            f"`gradients` must average over the inner axes {inside} of the mesh, between whose "
-            f"devices the batch is split; updates still differ there: {wrong}. Leave `gradients` "
-            f"out, or pass js.all_reduce_gradients({needed!r})."
+            f"`{name}` keeps state that differs between the devices of a replica: {wrong}. Put it "
+            "after the average over these axes, or give its hook all inner axes in `axis_name`."
         )
 
 
@@ -306,9 +286,8 @@ def _check_hidden_scale(unknown: list[PyTree]) -> None:
         places = [i for i, part in enumerate(states) if parts_of(part, DynamicLossScaleState)]
         if places and not all(holds_state(part, "gradients") for part in states[: places[0]]):
             raise ValueError(
-                "`optimizer` is an optax.chain with a transform before a "
-                "js.dynamic_loss_scale, which would see gradients that are still scaled. "
-                f"{USE_CHAIN}"
+                "`optimizer` holds a transform before a js.dynamic_loss_scale, which would see "
+                f"gradients that are still scaled. {USE_CHAIN}"
             )
 
 
@@ -321,42 +300,32 @@ def _check_conditions(states: dict[str, PyTree], num_replicas: int) -> None:
             if isinstance(x, optax.ApplyIfFiniteState) and num_replicas > 1:
                 raise ValueError(
                     f"`{argument}` holds an optax.apply_if_finite around a transform that "
-                    "exchanges: a replica that drops an update would leave the others waiting for "
-                    "it. Put it around the optimizer alone."
+                    "exchanges, for which the others would wait: put it around the optimizer alone."
                 )
             if isinstance(x, optax.MultiStepsState) and argument == "gradients":
                 raise ValueError(
-                    "`gradients` holds an optax.MultiSteps around a transform that exchanges, and "
-                    f"would give the optimizer zeros in calls that only collect: {known.instead}."
+                    "`gradients` holds an optax.MultiSteps, which gives zeros to the optimizer in "
+                    f"calls that only collect: {known.instead}."
                 )
-
-
-# States of transforms of this package that act on a whole update, but in the step see its dense
-# part only.
-_SEE_DENSE_ALONE: dict[type, str] = {
-    ClipByGlobalNormState: "js.clip_by_global_norm, whose norm is that of the whole model: pass it "
-    "last in `gradients`, or clip dense gradients alone by optax.clip_by_global_norm",
-}
 
 
 def check_optimizer_with_tables(optimizer: PyTree, unknown: PyTree) -> None:
     """Raise `ValueError` for an `optimizer` with transforms that table rows would need, too."""
     wrong = [
-        f"a transform of js that exchanges {moves}, since dense parameters would agree and tables "
-        f"drift apart: pass it as `gradients` or `sync`. {USE_CHAIN}"
+        f"a transform that exchanges {moves}: pass it as `gradients` or `sync`. {USE_CHAIN}"
         for moves in _MOVES
         if holds_state(optimizer, moves)
     ]
     if parts_of(unknown, DynamicLossScaleState):
         wrong.append(f"a js.dynamic_loss_scale that the step does not see. {USE_CHAIN}")
-    wrong += [text for kind, text in _SEE_DENSE_ALONE.items() if parts_of(optimizer, kind)]
+    if parts_of(optimizer, ClipByGlobalNormState):
+        wrong.append("js.clip_by_global_norm, a norm of the whole model: pass it in `gradients`")
     for _, known in known_states(optimizer):
         if known.with_tables:
             wrong.append(f"{known.name}, and {known.with_tables}: {known.instead}")
     if wrong:
         raise ValueError(
-            "`optimizer` with `embeddings` is not given rows of tables, and must not hold "
-            f"{wrong[0]}"
+            f"`optimizer` with `embeddings` sees no tables, and must not hold {wrong[0]}"
         )
 
 
@@ -365,16 +334,14 @@ def _check_gradients_state(state: PyTree) -> None:
         raise ValueError(_gradients_error("a chain that holds a parameter transform"))
     if parts_of(state, DynamicLossScaleState):
         raise ValueError(
-            "`gradients` must not hold a js.dynamic_loss_scale: the optimizer would take the zeros "
-            "of a skipped update for gradients. Put it around `optimizer`."
+            "`gradients` must not hold a js.dynamic_loss_scale: put it around `optimizer`."
         )
 
 
 def _gradients_error(what: str) -> str:
     return (
         "`gradients` must be a gradient transform such as js.all_reduce_gradients(...), got "
-        f"{what}. It would take gradients for updates of parameters, and replicas would drift "
-        "apart: pass it as `sync`, or last in a chain as `optimizer`."
+        f"{what}: pass it as `sync`."
     )
 
 
@@ -391,12 +358,12 @@ def _transform_name(transform: Any) -> str:
     return f"js.{name}" if is_top else f"js.{folders[0]}.{name}"
 
 
-Expected = Callable[[PyTree], PyTree]
+# States and windows.
 
 
 def check_state(
     state: TrainState,
-    parts: Parts,
+    parts: Update,
     mesh: AnyMesh,
     mode: str,
     warn: Callable[[str], None],
@@ -423,10 +390,8 @@ def check_state(
     computes = None if parts.policy is None else parts.policy.compute
     if computes == "float16" and loss_scale_of(state.opt_state) is None:
         warn(
-            '`policy` is Policy("float16"), and `optimizer` has no loss scale, so that '
-            "gradients below 6e-8 become 0: put js.dynamic_loss_scale(...) around `optimizer`, "
-            'or use Policy("bfloat16"). If the loss function scales its loss by itself, '
-            "nothing is wrong."
+            '`policy` is Policy("float16"), and without a loss scale gradients below 6e-8 become '
+            '0: put js.dynamic_loss_scale(...) around `optimizer`, or use Policy("bfloat16").'
         )
     if sync is not None and is_first:
         exchanges = [t for t in instants(sync.algorithm.schedules) if sync.phase(t)]
@@ -434,9 +399,9 @@ def check_state(
             # Its period is not known, but only 1 divides them all.
             if known.between and math.gcd(*exchanges) == 1:
                 warn(
-                    f"`optimizer` holds {known.name}, which updates in some of its calls only, and "
-                    f"`sync` also exchanges in between, where {known.between}. Make `sync_every` a "
-                    f"multiple of its period, or {known.instead}."
+                    f"`optimizer` holds {known.name}, and `sync` also exchanges between its "
+                    f"updates, where {known.between}. Make `sync_every` a multiple of its period, "
+                    f"or {known.instead}."
                 )
     return changes
 
@@ -454,26 +419,33 @@ def without_optimizer(state: TrainState) -> TrainState:
     return state._replace(opt_state=(), exchange=StepExchange())
 
 
+_USE_INIT = "Make the state by this step's `init`; `state.params` go over by `js.consensus`."
+
+
 def check_is_state(state: TrainState) -> None:
     """Raise `ValueError` unless `state` has the fields of a `TrainState`."""
     if not all(hasattr(state, name) for name in TrainState._fields):
         raise ValueError(
-            "`state` must be a js.TrainState, as `step.init(params)` makes it and the step returns "
-            f"it, got {type(state).__name__}."
+            f"`state` must be a js.TrainState of `step.init`, got {type(state).__name__}."
         )
 
 
 def check_donation(state: TrainState) -> None:
-    """Raise `ValueError` for a state whose buffers were donated, with which jax 0.10 may crash.
+    """Raise `ValueError` for a state whose buffers were donated, with which jax 0.10 may crash."""
+    check_not_donated("state", state.step, state.rng, state.params, state.opt_state)
 
-    Only the first array of parameters and of optimizer state is checked: all are donated together.
+
+def check_not_donated(argument: str, *trees: PyTree) -> None:
+    """Raise `ValueError` if a step was given one of the trees before, and reuses its buffers.
+
+    Only the first array of each is checked: all are donated together.
     """
-    for x in (state.step, state.rng, first_array(state.params), first_array(state.opt_state)):
-        if is_deleted(x):
-            raise ValueError(
-                "`state` was given to a step before, which reuses its buffers (donate=True): go on "
-                "with the state that this step returned, or make the step with donate=False."
-            )
+    first = [x for tree in trees for x in jax.tree.leaves(tree)[:1] if isinstance(x, jax.Array)]
+    if any(x.is_deleted() for x in first if not isinstance(x, Tracer)):
+        raise ValueError(
+            f"`{argument}` was given to a step before, which reuses its buffers (donate=True): go "
+            f"on with the {argument} that it returned, or make the step with donate=False."
+        )
 
 
 def check_trainable(params: PyTree) -> None:
@@ -484,66 +456,48 @@ def check_trainable(params: PyTree) -> None:
     """
     if wrong := not_floating(params):
         raise ValueError(
-            "`params`: a training step differentiates real floating-point leaves only, got "
-            f"{', '.join(wrong)}. Pass other leaves to `step.init` as `model_state`, which the "
-            "loss function is given and returns, or let it close over them. Instead of a complex "
-            "leaf that shall be trained give real and imaginary part, and join them in the loss "
-            "function by `jax.lax.complex`."
+            f"`params` must have real floating-point leaves only, got {', '.join(wrong)}: pass "
+            "others as `model_state`, and of a complex leaf real and imaginary part."
         )
 
 
-def check_exchange_state(state: TrainState, parts: Parts, expected_of: Expected) -> None:
-    """Raise `ValueError` if the state belongs to a step with another `sync`, or no `gradients`.
-
-    Args:
-      state: the state.
-      parts: the parts of the step.
-      expected_of: `expected_of(params)`: the types of local and shared state that `sync` makes.
-    """
+def check_exchange_state(state: TrainState, parts: Update, mesh: AnyMesh) -> None:
+    """Raise `ValueError` if the state belongs to a step with another `sync`, or no `gradients`."""
     held = state.exchange
     if parts.gradients is None and not isinstance(held.gradients, optax.EmptyState):
         raise ValueError(
-            "`state` must come from a step with the same `gradients`: this step has none, and "
-            f"`state.exchange.gradients` has {type(held.gradients).__name__}. Make the state by "
-            "this step's `init`; `state.params` go over by `js.consensus`."
+            "`state` must come from a step with the same `gradients`: this one has none, and "
+            f"`state.exchange.gradients` is {type(held.gradients).__name__}. {_USE_INIT}"
         )
-    expected = ((), ()) if parts.sync is None else expected_of(state.params)
+    expected: tuple[PyTree, PyTree] = (), ()
+    if parts.sync is not None:
+        one = replica_types(state.params)
+        algorithm = parts.sync.bound(dict(mesh.shape), one).algorithm
+        states = lambda params: (algorithm.local(params), algorithm.shared(params))  # noqa: E731
+        expected = jax.eval_shape(states, one)
     needs, has = (
         leaf_names({"local": local, "shared": shared})
         for local, shared in (expected, (held.local, held.shared))
     )
     if needs != has:
-        lacking, beyond = (
-            [n for n in a if n not in b][:6] for a, b in ((needs, has), (has, needs))
-        )
+        others = sorted({*needs} ^ {*has})[:6]
         raise ValueError(
-            f"`state` must come from a step with the same `sync`: of the state of {parts.sync!r} "
-            f"`state.exchange` lacks {lacking}, and beyond that it has {beyond}. Make the state by "
-            "this step's `init`; `state.params` go over by `js.consensus`."
+            f"`state` must come from a step with the same `sync`, {parts.sync!r}: only one of the "
+            f"two has {others} in `state.exchange`. {_USE_INIT}"
         )
 
 
-def exchange_state_types(
-    sync: ParameterTransform, params: PyTree, mesh: AnyMesh
-) -> tuple[PyTree, PyTree]:
-    """Return the types of local and shared state that a transform makes of stacked parameters."""
-    one = replica_types(params)
-    algorithm = sync.bound(dict(mesh.shape), one).algorithm
-    return jax.eval_shape(lambda params: (algorithm.local(params), algorithm.shared(params)), one)
-
-
-def check_num_replicas(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
+def check_num_replicas(state: TrainState, parts: Update, mesh: AnyMesh) -> None:
     """Raise `ValueError` for a state of another number of replicas than the step's."""
     count = replica_count("step", mesh, parts.axis_name)
     if np.shape(state.step) != (count,):
         raise ValueError(
             f"`state` must be of the {count} replicas of this step, along {parts.axis_name!r}, got "
-            f"one whose `step` has shape {np.shape(state.step)}. Other replicas go on from "
-            "`js.consensus` of its parameters, or from a checkpoint of jaxslowmo.checkpoint."
+            f"one whose `step` has shape {np.shape(state.step)}. {_USE_INIT}"
         )
 
 
-def check_optimizer_state(state: TrainState, parts: Parts, mesh: AnyMesh) -> None:
+def check_optimizer_state(state: TrainState, parts: Update, mesh: AnyMesh) -> None:
     """Raise `ValueError` if the optimizer's state has other leaves than the step's own makes.
 
     An optimizer that holds a transform of this package, whose buffers depend on more than the
@@ -553,14 +507,11 @@ def check_optimizer_state(state: TrainState, parts: Parts, mesh: AnyMesh) -> Non
     if holds_state(held, "parameters") or holds_state(held, "gradients"):
         return
     types = state_types(parts.optimizer, params, mesh=mesh, axis_name=parts.axis_name)
-    needs, has = (set(leaf_names(x)) for x in (types, held))
-    for names, text in ((needs - has, "needs"), (has - needs, "has no use for")):
-        if names:
-            raise ValueError(
-                f"`state` must come from a step with the same `optimizer`: this one {text} "
-                f"{min(names)!r} of its state. Make the state by this step's `init`; "
-                "`state.params` go over by `js.consensus`."
-            )
+    if others := sorted({*leaf_names(types)} ^ {*leaf_names(held)})[:6]:
+        raise ValueError(
+            f"`state` must come from a step with the same `optimizer`: only one of the two has "
+            f"{others}. {_USE_INIT}"
+        )
 
 
 def check_same_model(params: PyTree, names: Sequence[str]) -> None:
@@ -569,38 +520,20 @@ def check_same_model(params: PyTree, names: Sequence[str]) -> None:
     if found != names:
         others = sorted({*found} ^ {*names})[:6]
         raise ValueError(
-            "`state` must be of one model with the first state of this step, got other "
-            f"parameters: only one of the two has {others}. Make a step for each model."
+            "`state` must be of one model with the first state of this step: only one of the two "
+            f"has {others}. Make a step for each model."
         )
 
 
 def check_window(window: Any, state: TrainState, weight: Any = ...) -> None:
-    """Raise `ValueError` unless `window` is None or an unused window of the parameters in `state`.
+    """Raise `ValueError` unless `window` is an unused window of the parameters in `state`.
 
     Also raise it if only one of `weight` and the window has weights; `...` skips that check.
     """
-    if window is None:
-        return
-    if is_deleted(first_array(window.grads.sum)):
-        raise ValueError(
-            "`window` was given to a step before, which reuses its buffers (donate=True): go on "
-            "with the window that `step.collect` returned last, or begin another with None."
-        )
-    _check_window_shapes(window, state)
-    if weight is not ... and (weight is None) != (window.weight is None):
-        has = "none" if window.weight is None else "some"
-        raise ValueError(
-            f"`weight` must be given for all batches of a window or for none: those before had "
-            f"{has}, and this one has {'none' if weight is None else 'one'}."
-        )
-
-
-def _check_window_shapes(window: GradientWindow, state: TrainState) -> None:
-    """Raise `ValueError` if the window's sums do not have the shapes of the parameters."""
+    check_not_donated("window", window.grads.sum)
     if state.step.shape != window.count.shape:
         raise ValueError(
-            f"`window` must be of the replicas of `state`, {state.step.shape}, got one of "
-            f"{window.count.shape}."
+            f"`window` must be of {state.step.shape} replicas as `state`, got {window.count.shape}."
         )
     has, holds = (
         {name: x.shape[1:] for name, x in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True)}
@@ -609,10 +542,14 @@ def _check_window_shapes(window: GradientWindow, state: TrainState) -> None:
     for name in {**has, **holds}:
         if has.get(name) != holds.get(name):
             raise ValueError(
-                "`window` must hold gradients of the parameters in `state`, of which it was "
-                f"collected: of leaf {name!r} `state` has shape {has.get(name, 'none')}, and the "
-                f"window {holds.get(name, 'none')}."
+                f"`window` must hold gradients of the parameters in `state`: leaf {name!r} has "
+                f"shape {has.get(name)} there and {holds.get(name)} in the window."
             )
+    if weight is not ... and (weight is None) != (window.weight is None):
+        raise ValueError(
+            "`weight` must be given for all batches of a window or for none, and those before had "
+            f"{'none' if window.weight is None else 'one'}."
+        )
 
 
 def delete_gradients(window: GradientWindow) -> None:
@@ -624,24 +561,6 @@ def delete_gradients(window: GradientWindow) -> None:
     for x in jax.tree.leaves(window.grads.sum):
         if not isinstance(x, Tracer):
             x.delete()
-
-
-def is_deleted(x: Any) -> bool:
-    """Return whether the buffer of an array was donated."""
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
-
-
-def first_array(tree: PyTree) -> Any:
-    """Return the first leaf of `tree` without flattening it; None if it has no leaf."""
-    # Every step calls this. isinstance is ten times faster for built-in than for abstract types.
-    if isinstance(tree, dict):
-        tree = tree.values()
-    elif not isinstance(tree, tuple | list):
-        return tree if isinstance(tree, jax.Array) else next(iter(jax.tree.leaves(tree)), None)
-    for child in tree:
-        if (array := first_array(child)) is not None:
-            return array
-    return None
 
 
 def check_state_sharding(
@@ -661,8 +580,6 @@ def check_state_sharding(
             if model_axes(leaf, mesh, axis_name) - axes
         )
         raise ValueError(
-            f"`state`: `{part}` must not be sharded over axes inside a replica that `gradients` "
-            f"or a `local_axis_name` maps, got {name!r} as {leaf.sharding.spec}: over {beyond} a "
-            "step makes it whole on every device. Name other axes there, or leave it whole. "
-            "js.slowmo and js.diloco shard what they keep by themselves."
+            f"`state`: `{part}` must not be sharded over axes that `gradients` or a "
+            f"`local_axis_name` maps, got {name!r} as {leaf.sharding.spec}, over {beyond}."
         )

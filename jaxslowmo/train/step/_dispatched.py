@@ -72,10 +72,6 @@ class DispatchedGradients(BatchGradients):
 
     # On the host.
 
-    def is_due(self, inputs: StepInputs) -> bool:
-        """Return whether the inputs hold a batch without its results."""
-        return inputs.batch is not None and not isinstance(inputs.batch, WithResults)
-
     def task(self, task: Task, inputs: StepInputs) -> Task:
         """Return the task of the program that says what the loss function receives for a task."""
         collects = inputs.window is not None or task.method in ("open_window", "collect")
@@ -105,9 +101,8 @@ class DispatchedGradients(BatchGradients):
         """
         if isinstance(state.step, Tracer):
             raise ValueError(
-                "A step whose `loss_fn` dispatches programs of its own, as a pipeline with "
-                '`executor`="host" does, cannot be called inside of jax.jit, lax.scan and the '
-                'like: call it outside, or make the pipeline with `executor`="one_program".'
+                'A step of a pipeline with `executor`="host" cannot be called inside of jax.jit or '
+                'lax.scan: call it outside, or use `executor`="one_program".'
             )
         params, batch, keys, model_state = arguments
         static = dict(task.static)
@@ -159,8 +154,6 @@ class DispatchedGradients(BatchGradients):
     def loss_at(self, params: PyTree, weight: Any = None, *, data: LossData) -> jax.Array:
         """Raise `ValueError`: the loss at other parameters is not computed inside of a program."""
         raise ValueError(
-            "`optimizer` asks for `value_fn`, the loss at other parameters, as line searches do, "
-            'and the loss function, a pipeline with `executor`="host", is computed outside of the '
-            "step's programs. Use an optimizer that needs `value` and `grad` alone, or none of "
-            'them, or make the pipeline with `executor`="one_program".'
+            "`optimizer` asks for `value_fn`, as a line search does, which a pipeline with "
+            '`executor`="host" has not: use `executor`="one_program", or an optimizer without.'
         )

@@ -1,8 +1,7 @@
-"""What the compiler sends between replicas in a local step that is mapped by `jax.vmap`.
+"""What is checked before a step's first run: its settings, and each of its programs.
 
-What all processes of a step must share: its settings, and each program before its first run.
-
-Otherwise processes wait for each other for ever, or train on each other's garbage.
+All processes must share these. Otherwise they wait for each other for ever, or train on each
+other's garbage. In one process a local step that sends between replicas is told.
 """
 
 import dataclasses
@@ -34,79 +33,6 @@ from ...tracing import constants_in
 from ...transform import ParameterTransform, phase_name
 from .._batches import Comparisons, Verdict, is_multi_process
 
-
-def has_local_steps(gradients: Any, sync: ParameterTransform | None) -> bool:
-    """Return whether a step with these exchanges has updates in which nothing is to be sent."""
-    if gradients is not None or sync is None:
-        return False
-    return bool(sync.algorithm.needs) or () in sync.phases()  # what is not known yet is rare
-
-
-class LocalTraffic:
-    """The traffic of the first local program of a step, of which it warns.
-
-    Args:
-      mesh: the mesh of the step.
-      axis_name: the axis of the replicas, or several.
-      map_with: how the local step is mapped.
-      has_local_steps: whether there are updates in which no part of a step sends anything.
-
-    Attributes:
-      may_send: whether the compiler may send something nevertheless.
-    """
-
-    def __init__(
-        self, mesh: AnyMesh, axis_name: AxisName, map_with: MapWith, *, has_local_steps: bool
-    ) -> None:
-        self._mesh, self._replicas = device_mesh(mesh), {*axis_names(axis_name)}
-        # Replicas of one device are in a `shard_map`, where nothing is sent but what says so;
-        # several on each of several devices are under `vmap`.
-        split = {name for name, size in self._mesh.shape.items() if size > 1}
-        is_vmapped = bool(split - self._replicas) and map_with == "vmap"
-        self._flag = 0
-        if not has_device_per_position(mesh):
-            # Programs of several replicas on a device agree by a flag on what is due.
-            is_vmapped, self._flag = bool(split), 4
-        self.may_send = has_local_steps and is_vmapped
-        self._is_read = not self.may_send
-
-    def before_run(self, program: Any, name: str, phase: Phase | None, *args: Any) -> None:
-        """Warn, once, if a local step of this program sends between replicas.
-
-        The program is compiled, as its call would compile it. Without a phase it may decide itself
-        what is due; then what it sends outside of its conditionals counts.
-
-        Args:
-          program: a jitted program.
-          name: name of what the program does.
-          phase: the phase of its updates; None if it decides itself, or has none.
-          *args: its arguments.
-        """
-        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
-        is_local = name == "update" and not phase
-        if self._is_read or not is_local or is_traced:
-            return
-        self._is_read = True
-        report = comm_report_of(program.lower(*args).compile(), mesh=self._mesh)
-        kind = "local" if "local" in report.kinds else report.kinds[0]
-        rows = [x for x in report.rows if x.kind == kind]
-        rows = [x for x in rows if self._replicas & {*x.axis.split(",")} and x.bytes > self._flag]
-        if rows:
-            listed = ", ".join(f"{x.collective} of {x.bytes} bytes over {x.axis}" for x in rows)
-            warn_user(
-                f"A local step sends between replicas: {listed}. The compiler does so for some "
-                'operations on sharded arrays under `map_with`="vmap", or with several replicas on '
-                "each device, such as `take_along_axis` of labels: gather what they read by a "
-                "sharding constraint before, put them into a jax.shard_map, or use "
-                'map_with="shard_map" and a device for each replica.'
-            )
-
-
-# What differs between processes in the text of equal programs: addresses, and the order of sets.
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
-_SET = re.compile(r"frozenset\(\{([^}]*)\}\)")
-
-
 # Settings.
 
 
@@ -120,9 +46,7 @@ def compare_settings(settings: Mapping[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    lines: Description = {}
-    for name, x in settings.items():
-        lines |= describe_value(x, f"`{name}`")
+    lines = dict(line for name, x in settings.items() for line in describe_value(x, f"`{name}`"))
     compare_descriptions("make_train_step: settings", lines)
 
 
@@ -176,99 +100,126 @@ def _value_text(value: Any) -> str:
 
 # Programs.
 
+_BeforeRun = Callable[..., None]
+"""Called before a run of a program: `check(program, name, phase, *args)`.
+
+`name` is that of what the program does, `phase` that of its updates; None if it decides itself. The
+arguments are the state that it takes, and its inputs.
+"""
+
 
 def program_checks(
     mesh: AnyMesh,
     axis_name: AxisName,
     map_with: MapWith,
-    *,
-    has_local_steps: bool,
+    gradients: Any,
+    sync: ParameterTransform | None,
     check_compiled: Callable[[str], None] | None = None,
-) -> list[Callable[..., None]]:
-    """Return what is called before each run of a program, with its name, phase and arguments.
-
-    That is nothing for one process whose local steps cannot send, see `LocalTraffic`, without a
-    `check_compiled`, that of a `LossProgram`.
-    """
-    traffic = LocalTraffic(mesh, axis_name, map_with, has_local_steps=has_local_steps)
-    compared = [ProgramComparison(mesh).before_run] if is_multi_process(mesh) else []
-    checked = [] if check_compiled is None else [CompiledProgramCheck(check_compiled).before_run]
-    return [*compared, *([traffic.before_run] if traffic.may_send else []), *checked]
-
-
-class FirstRunCheck:
-    """Base class of what is done before the first run of each program of a step.
-
-    A program is new by itself and by the structure and the types of its inputs.
-    """
-
-    def __init__(self) -> None:
-        self._seen: set[Any] = set()
-
-    def before_run(self, program: Any, name: str, phase: Phase | None, *args: Any) -> None:
-        """Call `first_run` for a program that has not run; not inside of another program.
-
-        Args:
-          program: the jitted program.
-          name: name of what the program does.
-          phase: the phase of its updates; None if it decides itself, or has none.
-          *args: the state that the program takes, and its inputs.
-        """
-        state, *inputs = args
-        leaves, structure = jax.tree.flatten(inputs)
-        key = program, structure, *map(jax.typeof, leaves)
-        if key not in self._seen and not any(isinstance(x, Tracer) for x in (state.step, *leaves)):
-            self.first_run(program, name, phase, *args)
-            self._seen.add(key)
-
-    def first_run(self, program: Any, name: str, phase: Phase | None, *args: Any) -> None:
-        """Do what is to be done, with the arguments of `before_run`."""
-        raise NotImplementedError
-
-
-class CompiledProgramCheck(FirstRunCheck):
-    """The compiled programs that a `LossProgram` checks.
-
-    Args:
-      check: function of the text of a compiled program.
-    """
-
-    def __init__(self, check: Callable[[str], None]) -> None:
-        super().__init__()
-        self._check = check
-
-    def first_run(self, program: Any, name: str, phase: Phase | None, *args: Any) -> None:
-        """Raise the error of the check; the program's call does not compile it again."""
-        self._check(program.lower(*args).compile().as_text() or "")
-
-
-class ProgramComparison(FirstRunCheck):
-    """The programs of a step that its processes compare.
+) -> list[_BeforeRun]:
+    """Return what is called before each run of a program; nothing where nothing can be wrong.
 
     Args:
       mesh: the mesh of the step.
+      axis_name: the axis of the replicas, or several.
+      map_with: how the local step is mapped.
+      gradients: the reduction of gradients; None without one.
+      sync: the exchange of parameters; None without one.
+      check_compiled: function of the text of each compiled program, that of a `LossProgram`.
     """
+    checks = [before_first_run(_compare_programs(mesh))] if is_multi_process(mesh) else []
+    # Replicas of one device are in a `shard_map`, where nothing is sent but what says so; several
+    # on each of several devices are under `vmap`, and agree by a flag on what is due.
+    replicas = {*axis_names(axis_name)}
+    split = {name for name, size in device_mesh(mesh).shape.items() if size > 1}
+    shares_devices = not has_device_per_position(mesh)
+    is_vmapped = split if shares_devices else split - replicas and map_with == "vmap"
+    exchange = sync if gradients is None else None
+    # What is not known yet is rare.
+    has_local_steps = exchange is not None and (exchange.algorithm.needs or () in exchange.phases())
+    if is_vmapped and has_local_steps:
+        checks.append(_warn_of_traffic(device_mesh(mesh), replicas, 4 if shares_devices else 0))
+    if check_compiled is not None:
 
-    def __init__(self, mesh: Mesh) -> None:
-        super().__init__()
-        self._mesh, self._comparisons = mesh, Comparisons("program")
+        def check(program: Any, name: str, phase: Phase | None, *args: Any) -> None:
+            # The program's call does not compile it again.
+            check_compiled(program.lower(*args).compile().as_text() or "")
 
-    def first_run(self, program: Any, name: str, phase: Phase | None, *args: Any) -> None:
-        """Raise `ValueError` on every process if a new program differs between processes.
+        checks.append(before_first_run(check))
+    return checks
 
-        A process that does not report in time is named in a warning.
 
-        Communication: none with one process; else one message of each process to the coordinator,
-          and one back.
-        """
+def before_first_run(check: _BeforeRun) -> _BeforeRun:
+    """Return a check that is called before the first run of each program, not inside of another.
+
+    A program is new by itself and by the structure and the types of its inputs.
+    """
+    seen: set[Any] = set()
+
+    def before_run(program: Any, name: str, phase: Phase | None, state: Any, *inputs: Any) -> None:
+        leaves, structure = jax.tree.flatten(inputs)
+        key = program, structure, *map(jax.typeof, leaves)
+        if key not in seen and not any(isinstance(x, Tracer) for x in (state.step, *leaves)):
+            check(program, name, phase, state, *inputs)
+            seen.add(key)
+
+    return before_run
+
+
+def _warn_of_traffic(mesh: Mesh, replicas: set[str], flag_bytes: int) -> _BeforeRun:
+    """Return a check that warns, once, if the first local program sends between replicas.
+
+    The program is compiled, as its call would compile it. Without a phase it may decide itself what
+    is due; then what it sends outside of its conditionals counts.
+    """
+    is_read = False
+
+    def before_run(program: Any, name: str, phase: Phase | None, *args: Any) -> None:
+        nonlocal is_read
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(args))
+        if is_read or name != "update" or phase or is_traced:
+            return
+        is_read = True
+        report = comm_report_of(program.lower(*args).compile(), mesh=mesh)
+        kind = "local" if "local" in report.kinds else report.kinds[0]
+        listed = ", ".join(
+            f"{x.collective} of {x.bytes} bytes over {x.axis}"
+            for x in report.select(kind=kind)
+            if replicas & {*x.axis.split(",")} and x.bytes > flag_bytes
+        )
+        if listed:
+            warn_user(
+                f"A local step sends between replicas: {listed}. Under `vmap` the compiler does so "
+                "for some operations on sharded arrays, such as `take_along_axis`: gather what "
+                'they read before, or use map_with="shard_map" and a device for each replica.'
+            )
+
+    return before_run
+
+
+def _compare_programs(mesh: Mesh) -> _BeforeRun:
+    """Return a check that raises `ValueError` on every process if programs differ between them.
+
+    A process that does not report in time is named in a warning.
+
+    Communication: one message of each process to the coordinator, and one back.
+    """
+    comparisons = Comparisons("program")
+
+    def compare(program: Any, name: str, phase: Phase | None, *args: Any) -> None:
         name = f"`{name}`" + ("" if phase is None else f" of phase {phase_name(phase)!r}")
         lines = program_lines(name, program.trace(*args))
         late = (
             f"step: before the first run of {name} {{who}} its program, so programs were not "
-            "compared, and training goes on. Either it is late, or it runs another program: then "
-            "the exchange of this step hangs or ends in an error of the network."
+            "compared. If it runs another program, this step's exchange hangs or fails."
         )
-        self._comparisons.compare(lines, self._mesh, _verdict, late)
+        comparisons.compare(lines, mesh, _verdict, late)
+
+    return compare
+
+
+# What differs between processes in the text of equal programs: addresses, and the order of sets.
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_SET = re.compile(r"frozenset\(\{([^}]*)\}\)")
 
 
 def program_lines(name: str, program: jax.stages.Traced) -> Description:
@@ -286,7 +237,6 @@ def _verdict(notes: Mapping[int, Description]) -> Verdict:
     if not (wrong := differences([*notes.values()], [*notes])):
         return Verdict()
     return Verdict(
-        f"step: programs differ between processes: {'; '.join(wrong)}. All must run the same one: "
-        "with the same loss function, the same numbers and arrays that it closes over, the same "
-        "hyperparameters of `optimizer`, and batches of the same shapes."
+        f"step: programs differ between processes: {'; '.join(wrong)}. All need the same loss "
+        "function, values that it closes over, `optimizer`, and shapes of batches."
     )

@@ -18,12 +18,12 @@ from jax import lax
 from ..._support.scopes import METRICS, MODEL_STATE
 from ..._support.types import AxisName, PyTree
 from ...embedding import BatchWithVectors, PrefetchedRows, accumulate_rows, empty_rows, row_means
-from ...gradients.precision import DynamicLossScaleState, loss_scale_of, scaled_value_and_grad
+from ...gradients.precision import loss_scale_of, scaled_value_and_grad
 from ...gradients.sparse import Rows
 from ...mesh import broadcast_from_first, is_shared_leaf, per_replica_keys, position_key
 from ...tracing import FullLoss, as_quotient, ready_order
 from ...transform import ReplicaGroup, unless_idle
-from ...tree import WeightedSum, add, at_least_float32, cast, parts_of, zeros_like
+from ...tree import WeightedSum, add, at_least_float32, cast, zeros_like
 from .._train_state import TrainState
 
 Metrics = dict[str, Any]
@@ -183,11 +183,17 @@ class BatchGradients:
         window, metrics = inputs.window, None
         if inputs.batch is not None:
             window, metrics = self.collect(state, inputs)
-        gradients = window_means(window)
-        grads = jax.tree.map(lambda g, p: cast(g, p.dtype), gradients.grads, state.params)
-        # The model state of a replica that was idle in all batches is that with which they began.
-        gradients = self._sync_model_state(gradients._replace(grads=grads), gradients.model_state)
-        return gradients, gradients.metrics if metrics is None else metrics
+        # They are zeros on a replica that was idle in all batches.
+        means, of_grads = mean_metrics(window.metrics), window.grads.weight
+        grads = jax.tree.map(lambda g, p: cast(g, p.dtype), window.grads.mean, state.params)
+        gradients = Gradients(
+            *(grads, means, window.model_state, window.weight, None),
+            *(row_means(window.rows, of_grads), window.refused),
+            of_grads if "loss_weight" in means else None,
+        )
+        # The model state of such a replica is that with which they began.
+        gradients = self._sync_model_state(gradients, window.model_state)
+        return gradients, means if metrics is None else metrics
 
     def open_window(
         self, state: TrainState, inputs: StepInputs, *, num_batches: int = 0
@@ -202,7 +208,14 @@ class BatchGradients:
         data = LossData(inputs.batch, self.device_key(state), loss_model_state)
         # Only shapes and types are needed, so nothing is computed.
         like = jax.eval_shape(self._batch_gradients, state, data, inputs.weight)
-        return empty_window(like._replace(model_state=loss_model_state), num_batches)
+        weight = like.weight if like.loss_weight is None else like.loss_weight
+        count = jnp.zeros([], jnp.int32)
+        return GradientWindow(
+            *_zero_sums(like.grads, like.metrics, weight),
+            *(loss_model_state, count, empty_rows(like.rows, num_batches)),
+            refused=jax.tree.map(zeros_like, like.refused),
+            num_placed=count if like.rows else None,
+        )
 
     def collect(
         self, state: TrainState, inputs: StepInputs, *, fits: bool = False
@@ -218,7 +231,17 @@ class BatchGradients:
         key = jax.random.fold_in(self.device_key(state), window.count)
         data = LossData(inputs.batch, key, window.model_state)
         gradients = self._batch_gradients(state, data, inputs.weight)
-        return add_to_window(window, gradients, fits=fits), gradients.metrics
+        weight, place = gradients.weight, window.num_placed if fits else None
+        terms = _terms(gradients.grads, gradients.metrics, gradients.device_weight)
+        grads, metrics = jax.tree.map(add, (window.grads, window.metrics), terms)
+        window = GradientWindow(
+            *(grads, metrics, old_if_idle(weight, gradients.model_state, window.model_state)),
+            window.count + 1,
+            accumulate_rows(window.rows, gradients.rows, weight, place),
+            jax.tree.map(jnp.add, window.refused, gradients.refused),
+            window.num_placed if place is None else place + 1,
+        )
+        return window, gradients.metrics
 
     def evaluate(self, state: TrainState, inputs: StepInputs) -> Metrics:
         """Return the metrics of a replica's batch, of which each device evaluates its part.
@@ -292,16 +315,68 @@ class BatchGradients:
     def differentiate(
         self, state: TrainState, params: PyTree, batch: PyTree, key: jax.Array, model_state: PyTree
     ) -> tuple[Any, PyTree, PyTree]:
-        """Return the results of `value_and_gradients`, with the loss scale of `state`."""
-        scale = None
-        if parts_of(state.opt_state, DynamicLossScaleState):
-            scale = loss_scale_of(state.opt_state)
-        return value_and_gradients(
-            *(self.loss, params, batch, key, model_state, scale),
-            accumulate=self.accumulate,
-            num_devices=self.num_devices,
-            divides=self.unscales,
+        """Return results and mean gradients over the microbatches of a batch.
+
+        The results are metrics, as `with_loss` returns them, and model state, which passes from
+        microbatch to microbatch. Gradients and the loss are summed in at least float32 and returned
+        in their own dtypes; losses that are pairs `(sum, weight)`, and their gradients, are
+        weighted. With a loss scale in `state` gradients are those of the loss times the scale,
+        divided by it again if the step `unscales`; the loss is then at least float32. The last
+        result is the gradient of the vectors of a batch `BatchWithVectors`, per example; None for
+        other batches.
+
+        Communication: none, whatever the number of microbatches.
+        """
+
+        def differentiable_loss(
+            both: tuple[PyTree, PyTree], part: PyTree, key: jax.Array, state: PyTree
+        ):
+            params, embedded = both
+            if embedded is not None:
+                part = part._replace(embedded=embedded)
+            value, aux = self.loss(params, part, rng=key, model_state=state)
+            value, weight = as_quotient(value)
+            return value, (weight, aux)
+
+        grad_fn = jax.value_and_grad(differentiable_loss, has_aux=True)
+        if (scale := loss_scale_of(state.opt_state)) is not None:
+            grad_fn = scaled_value_and_grad(differentiable_loss, scale, divides=self.unscales)
+
+        def one(state: PyTree, part: PyTree, key: jax.Array):
+            both = params, part.embedded if isinstance(part, BatchWithVectors) else None
+            (value, aux), (grads, embedded_grads) = grad_fn(both, part, key, state)
+            weight, (metrics, state) = aux
+            return (with_loss(metrics, value, weight), state), grads, embedded_grads
+
+        if self.accumulate == 1:
+            return one(model_state, batch, key)
+        parts = split_batch(batch, self.accumulate, self.num_devices)
+        keys = jax.random.split(key, self.accumulate)
+        first = jax.tree.map(lambda x: x[0], parts)
+        (like, _), *_ = jax.eval_shape(one, model_state, first, keys[0])
+
+        def add_part(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
+            sums, state = carry
+            (metrics, state), grads, embedded_grads = one(state, *x)
+            terms = _terms(grads, metrics, metrics.get("loss_weight"))
+            return (jax.tree.map(add, sums, terms), state), embedded_grads
+
+        zeros = _zero_sums(params, like, like.get("loss_weight"))
+        (sums, model_state), embedded_grads = lax.scan(
+            add_part, (zeros, model_state), (parts, keys)
         )
+        grads = jax.tree.map(lambda g, p: cast(g, p.dtype), sums[0].mean, params)
+        metrics = mean_metrics(sums[1])
+        metrics = {**metrics, "loss": cast(metrics["loss"], like["loss"].dtype)}
+
+        def per_example(g: jax.Array, embedded: jax.Array) -> jax.Array:
+            # An example has a gradient in its own microbatch only; one that all share, in each.
+            g = g / self.accumulate
+            return g.sum(0) if is_shared_leaf(embedded) else g.reshape(embedded.shape)
+
+        if isinstance(batch, BatchWithVectors):
+            embedded_grads = jax.tree.map(per_example, embedded_grads, batch.embedded)
+        return (metrics, model_state), grads, embedded_grads
 
     def _sync_model_state(self, gradients: Gradients, before: PyTree) -> Gradients:
         """Make model state equal on all devices of a replica; that of an idle one is `before`."""
@@ -332,80 +407,6 @@ class BatchGradients:
                 whole = of_loss.weight * lax.axis_size(axes)
                 metrics = {**metrics, "loss": of_loss.mean, "loss_weight": whole}
         return metrics if weight is None else {**unless_idle(metrics, weight), "weight": weight}
-
-
-def value_and_gradients(
-    loss: FullLoss,
-    params: PyTree,
-    batch: PyTree,
-    rng: jax.Array,
-    model_state: PyTree,
-    scale: jax.Array | None = None,
-    *,
-    accumulate: int,
-    num_devices: int = 1,
-    divides: bool = True,
-) -> tuple[tuple[Metrics, PyTree], PyTree, PyTree]:
-    """Return results and mean gradients over `accumulate` microbatches of a batch.
-
-    The results are metrics, as `with_loss` returns them, and model state. Gradients and the loss
-    are summed in at least float32 and returned in their own dtypes; losses that are pairs
-    `(sum, weight)`, and their gradients, are weighted. Model state passes from microbatch to
-    microbatch. With a `scale`, gradients are taken of the loss times `scale`, and divided by it
-    again unless `divides` is False; the loss is then at least float32. The last result is the
-    gradient of the vectors of a batch `BatchWithVectors`, per example; None for other batches.
-
-    Communication: none, whatever the number of microbatches.
-    """
-
-    def differentiable_loss(
-        both: tuple[PyTree, PyTree], part: PyTree, key: jax.Array, state: PyTree
-    ):
-        params, embedded = both
-        if embedded is not None:
-            part = part._replace(embedded=embedded)
-        value, aux = loss(params, part, rng=key, model_state=state)
-        value, weight = as_quotient(value)
-        return value, (weight, aux)
-
-    if scale is None:
-        grad_fn = jax.value_and_grad(differentiable_loss, has_aux=True)
-    else:
-        grad_fn = scaled_value_and_grad(differentiable_loss, scale, divides=divides)
-
-    def one(state: PyTree, part: PyTree, key: jax.Array):
-        both = params, part.embedded if isinstance(part, BatchWithVectors) else None
-        (value, aux), (grads, embedded_grads) = grad_fn(both, part, key, state)
-        weight, (metrics, state) = aux
-        return (with_loss(metrics, value, weight), state), grads, embedded_grads
-
-    if accumulate == 1:
-        return one(model_state, batch, rng)
-    parts = split_batch(batch, accumulate, num_devices)
-    keys = jax.random.split(rng, accumulate)
-    first = jax.tree.map(lambda x: x[0], parts)
-    (like, _), *_ = jax.eval_shape(one, model_state, first, keys[0])
-
-    def add_part(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
-        sums, state = carry
-        (metrics, state), grads, embedded_grads = one(state, *x)
-        terms = _terms(grads, metrics, metrics.get("loss_weight"))
-        return (jax.tree.map(add, sums, terms), state), embedded_grads
-
-    zeros = _zero_sums(params, like, like.get("loss_weight"))
-    (sums, model_state), embedded_grads = lax.scan(add_part, (zeros, model_state), (parts, keys))
-    grads = jax.tree.map(lambda g, p: cast(g, p.dtype), sums[0].mean, params)
-    metrics = mean_metrics(sums[1])
-    metrics = {**metrics, "loss": cast(metrics["loss"], like["loss"].dtype)}
-
-    def per_example(g: jax.Array, embedded: jax.Array) -> jax.Array:
-        # An example has a gradient in its own microbatch only. One that all share has one in each.
-        g = g / accumulate
-        return g.sum(0) if is_shared_leaf(embedded) else g.reshape(embedded.shape)
-
-    if isinstance(batch, BatchWithVectors):
-        embedded_grads = jax.tree.map(per_example, embedded_grads, batch.embedded)
-    return (metrics, model_state), grads, embedded_grads
 
 
 def split_batch(batch: PyTree, parts: int, num_devices: int = 1) -> PyTree:
@@ -447,58 +448,6 @@ def _zero_sums(*like: PyTree) -> tuple[WeightedSum, Metrics]:
     return jax.tree.map(zeros_like, jax.eval_shape(_terms, *like))
 
 
-def empty_window(like: Gradients, num_batches: int) -> GradientWindow:
-    """Return a window before its first batch, with room for the rows of so many.
-
-    `like` are gradients of one batch, with the model state before it; only shapes and dtypes of the
-    other fields are used.
-    """
-    count = jnp.zeros([], jnp.int32)
-    weight = like.weight if like.loss_weight is None else like.loss_weight
-    grads, metrics = _zero_sums(like.grads, like.metrics, weight)
-    return GradientWindow(
-        grads,
-        metrics,
-        like.model_state,
-        count,
-        empty_rows(like.rows, num_batches),
-        jax.tree.map(zeros_like, like.refused),
-        count if like.rows else None,
-    )
-
-
-def add_to_window(window: GradientWindow, gradients: Gradients, *, fits: bool) -> GradientWindow:
-    """Return the window with one more batch; `fits` says whether there is room for its rows.
-
-    Communication: none.
-    """
-    weight, place = gradients.weight, window.num_placed if fits else None
-    terms = _terms(gradients.grads, gradients.metrics, gradients.device_weight)
-    grads, metrics = jax.tree.map(add, (window.grads, window.metrics), terms)
-    return GradientWindow(
-        grads,
-        metrics,
-        old_if_idle(weight, gradients.model_state, window.model_state),
-        window.count + 1,
-        accumulate_rows(window.rows, gradients.rows, weight, place),
-        jax.tree.map(jnp.add, window.refused, gradients.refused),
-        window.num_placed if place is None else place + 1,
-    )
-
-
-def window_means(window: GradientWindow) -> Gradients:
-    """Return the means of gradients and metrics over a window's batches, in at least float32.
-
-    They are zeros on a replica that was idle.
-    """
-    metrics, of_grads = mean_metrics(window.metrics), window.grads.weight
-    return Gradients(
-        *(window.grads.mean, metrics, window.model_state, window.weight, None),
-        *(row_means(window.rows, of_grads), window.refused),
-        of_grads if "loss_weight" in metrics else None,
-    )
-
-
 # Metrics.
 
 
@@ -528,10 +477,7 @@ def merge_metrics(
       ValueError: a metric of the loss function with a name that the step uses.
     """
     if wrong := [name for name in (*more, *taken) if name in metrics]:
-        raise ValueError(
-            f"`loss_fn` returns a metric called {wrong[0]!r}, and the step has one of this name: "
-            "give it another."
-        )
+        raise ValueError(f"`loss_fn` must not call a metric {wrong[0]!r}, as the step does.")
     return {**metrics, **more}
 
 

@@ -163,11 +163,7 @@ def _compare_counters(results: PyTree, calls: int) -> None:
         if least != most:
             raise ValueError(
                 f"bounded: after {calls} calls {name} has counted {least} updates on replica "
-                f"{replica} and {most} on replica {its}, so that the next exchange would wait for "
-                "ever. Does the step keep a replica's old optimizer state, for "
-                "example where its gradient is not finite? Put optax.apply_if_finite around the "
-                "optimizer inside js.chain, and select nothing but model state: "
-                "docs/before-you-move-pmean.md."
+                f"{replica} and {most} on replica {its}: see docs/before-you-move-pmean.md."
             )
 
 

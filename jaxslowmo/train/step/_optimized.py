@@ -1,4 +1,4 @@
-"""The call of the optimizer, and its extra arguments.
+"""What the optimizer is given besides gradients: the loss, a weight, `value_fn`.
 
 `optax.contrib.reduce_on_plateau`, `optax.polyak_sgd` and others need the loss as `value`; line
 searches (`optax.lbfgs`) need `grad` and `value_fn`, too. The loss must be averaged as the gradients
@@ -11,19 +11,14 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from ..._support.scopes import METRICS
 from ..._support.types import AxisName, PyTree
 from ...collectives import all_mean, weighted_means
 from ...mesh import axis_names, axis_size
-from ...transform import ReducedAxes, Reduction, holds_state, run_if, spec_of, takes_extra
-from ._gradients import LossData
+from ...transform import ReducedAxes, Reduction, holds_state, run_if, spec_of
 
-USE_CHAIN = (
-    "An optax.chain, or another wrapper of optax, hides what transforms it holds: join them by "
-    "js.chain, or pass them separately as `gradients`, `optimizer` and `sync`."
-)
+USE_CHAIN = "An optax.chain hides the transforms that it holds: join them by js.chain."
 
 
 class Averaging(NamedTuple):
@@ -124,34 +119,22 @@ class Weights(NamedTuple):
         return idle if self.update is None else idle & (self.update > 0)
 
 
-def _raising_value_fn(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
+def raising_value_fn(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
     """Return a `value_fn` that raises: it would need a collective, or batches that are gone."""
 
     def value_fn(params: PyTree) -> jax.Array:
         del params
-        problem = (
-            "`optimizer` asks for `value_fn`, the loss at other parameters, as line searches do"
-        )
-        if not axes:
-            raise ValueError(
-                f"{problem}. The batches of a window of gradients are gone when it becomes an "
-                "update: give them as one batch to js.make_train_step(accumulate=...), or use an "
-                "optimizer that needs `value` and `grad` alone, or none of them."
+        why = "after the batches of a window are gone: give one to js.make_train_step(accumulate=)"
+        if axes:
+            why = (
+                f"whose collectives over {axes} must not be in its loop: let replicas search alone"
             )
         raise ValueError(
-            f"{problem}. The data decide how often they loop, and no collective may be in such a "
-            f"loop, but here gradients are averaged over {axes}. Use an optimizer that needs "
-            "`value` and `grad` alone, or none of them, such as optax.lbfgs(0.1, linesearch=None); "
-            "or let each replica search by itself: `sync`, no `gradients`, and no inner axes."
+            f"`optimizer` asks for `value_fn`, as a line search does, {why}, or use one without, "
+            "such as optax.lbfgs(0.1, linesearch=None)."
         )
 
     return value_fn
-
-
-_NO_VALUE = (
-    "If `optimizer` asks for `value`, the loss averaged as gradients are: they are averaged by "
-    f"transforms that the step does not see, so it has none to pass. {USE_CHAIN}"
-)
 
 
 def accepted_arguments(spec: Reduction, state: PyTree, **arguments: Any) -> dict[str, Any]:
@@ -163,52 +146,6 @@ def accepted_arguments(spec: Reduction, state: PyTree, **arguments: Any) -> dict
     hidden = holds_state(spec.unknown(state), "gradients")
     takes = spec.takes | ({"weight", "param_specs"} if hidden else {"weight"})
     return {name: x for name, x in arguments.items() if x is not None and name in takes}
-
-
-def run_optimizer(
-    optimizer: optax.GradientTransformationExtraArgs,
-    grads: PyTree,
-    state: PyTree,
-    params: PyTree,
-    *,
-    value: jax.Array | None,
-    averaged: tuple[str, ...],
-    loss_at: Callable[..., jax.Array],
-    data: LossData | None,
-    weight: jax.Array | None,
-    finite: jax.Array | None = None,
-    param_specs: PyTree | None = None,
-) -> tuple[PyTree, PyTree]:
-    """Call `optimizer.update` with `value`, `grad` and `value_fn`, and the weight if there is one.
-
-    `value` is the loss, averaged as the gradients were; None if unknown transforms average them.
-    `averaged` are the axes over which some update averages. `loss_at(params, data=data)` is the
-    replica's own loss at other parameters; without `data` the batches are gone. `finite`,
-    `param_specs` and `unscaled` (gradients were divided by a loss scale) are passed if its spec
-    takes them.
-
-    Raises:
-      ValueError: it calls `value_fn` and gradients are averaged over some axis.
-      Exception: what the optimizer raises, with a note where there was no `value` to pass.
-
-    Communication: the optimizer's.
-    """
-    spec = spec_of(optimizer)
-    static = accepted_arguments(spec, state, unscaled=True, param_specs=param_specs)
-    arrays = accepted_arguments(spec, state, weight=weight, finite=finite)
-
-    searches = data is not None and not averaged
-    value_fn = partial(loss_at, data=data) if searches else _raising_value_fn(averaged)
-    loss = {"grad": grads, "value_fn": value_fn, **({} if value is None else {"value": value})}
-    extra = {**loss, **static, **arrays}
-    if not takes_extra(state):
-        extra = {name: x for name, x in extra.items() if name in spec.takes - {"weight"}}
-    try:
-        return optimizer.update(grads, state, params, **extra)
-    except Exception as error:
-        if value is None:
-            error.add_note(_NO_VALUE)
-        raise
 
 
 def optimizer_rate(opt_state: PyTree) -> Any:
@@ -224,9 +161,8 @@ def optimizer_rate(opt_state: PyTree) -> Any:
     ]
     if len(rates) != 1:
         raise ValueError(
-            '`sync` was made with learning_rate="optimizer", so `optimizer` must hold one learning '
-            "rate in its state: make it by `optax.inject_hyperparams(optax.sgd)(learning_rate=...)`"
-            f"; found {len(rates) or 'none'}."
+            '`sync` with learning_rate="optimizer" needs an `optimizer` with one learning rate, of '
+            f"`optax.inject_hyperparams(optax.sgd)(learning_rate=...)`, got {len(rates)}."
         )
     return rates[0]
 

@@ -1,6 +1,6 @@
-"""The programs of a step: one jitted function for each task, phase and layout of the state.
+"""The programs of a step, one jitted function for each task, phase and layout of the state.
 
-The phases of a step's updates, and what the host knows of its states to tell them.
+The phases are those of a step's updates, which the host tells by the counters of its states.
 """
 
 import itertools
@@ -172,15 +172,13 @@ def result_shardings(
         none: Any = GradientWindow._make([None] * len(GradientWindow._fields))
         return none._replace(grads=WeightedSum(totals, each), rows=each)
 
-    shardings: dict[str, Callable[[], Any]] = {
-        "state": lambda: state,
-        "metrics": lambda: None,
-        "carry": lambda: each,
-        "arguments": lambda: None,
-        "window": window_shardings,
-    }
-    return jax.tree.map(lambda result: shardings[result](), task.results)
+    shardings = {"state": state, "carry": each}
+    return jax.tree.map(
+        lambda name: window_shardings() if name == "window" else shardings.get(name), task.results
+    )
 
+
+# The phases of updates.
 
 Mode = Literal["traced", "host"]
 
@@ -292,7 +290,7 @@ class Phases:
             outputs.append(results)
             start = stop
         self.advance(first, state, length)
-        return state, outputs[0] if len(outputs) == 1 else concatenate_results(outputs)
+        return state, outputs[0] if len(outputs) == 1 else _concatenate(outputs)
 
     def update_counts(self, state: TrainState | ReplicaState) -> UpdateCounts:
         """Return the counts of a state; read them from the device if they are unknown."""
@@ -302,10 +300,8 @@ class Phases:
             return counts
         if isinstance(counter, Tracer | jax.ShapeDtypeStruct):
             raise ValueError(
-                '`next_phase`, and with it every step with `mode`="host", reads the counter in '
-                "`state`, which has no value inside of jax.jit, lax.scan and the like, nor as a "
-                'shape: call it outside with arrays, or use mode="traced", whose one program '
-                "decides by itself."
+                '`next_phase` and a step with `mode`="host" read the counter in `state`, which has '
+                'no value inside of jax.jit or as a shape: call it outside, or use mode="traced".'
             )
         updates, skipped = int(scalar_counter(counter)), 0
         if self.sync is not None:
@@ -323,6 +319,6 @@ class Phases:
 
 
 @jax.jit
-def concatenate_results(results: list[PyTree]) -> PyTree:
+def _concatenate(results: list[PyTree]) -> PyTree:
     """Return the results of several runs of updates as one."""
     return jax.tree.map(lambda *x: jnp.concatenate(x), *results)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
@@ -19,7 +18,7 @@ from ...mesh import AnyMesh, device_mesh, inner_specs, model_axes, with_device_p
 from ...tracing import ready_order
 from ...transform import ReplicaGroup, replica_types, shardings
 from ...tree import leaf_names
-from .._batches import BatchPlacer, HostBatch, as_arrays, type_and_sharding
+from .._batches import BatchPlacer, HostBatch, as_arrays, stack, type_and_sharding
 from .._train_state import HyperparamsPaths, TrainState, hyperparams_paths, replace_numbers
 from . import _programs as programs
 from ._checks import (
@@ -33,15 +32,14 @@ from ._checks import (
     check_state_sharding,
     check_window,
     delete_gradients,
-    exchange_state_types,
     without_optimizer,
 )
-from ._dispatched import DispatchedGradients
-from ._first_run import has_local_steps, program_checks
+from ._dispatched import DispatchedGradients, WithResults
+from ._first_run import program_checks
 from ._gradients import GradientWindow, Metrics, StepInputs
 from ._in_flight import StepsInFlight
 from ._overlapped_exchanges import OverlappedExchanges
-from ._programs import EVALUATE, Mode, Phases, RecentValues, ShardTypes, Task, concatenate_results
+from ._programs import EVALUATE, Mode, Phases, RecentValues, ShardTypes, Task
 from ._update import Layout, Update
 
 
@@ -104,8 +102,7 @@ class Runner:
         self.placer = BatchPlacer(mesh, update.axis_name, host_batch, embeddings)
         self._in_flight = StepsInFlight()
         self._program_checks = program_checks(
-            *(mesh, update.axis_name, update.map_with),
-            has_local_steps=has_local_steps(update.gradients, update.sync),
+            *(mesh, update.axis_name, update.map_with, update.gradients, update.sync),
             check_compiled=update.program.check_compiled,
         )
         self.phases, self._rooms = Phases(update.sync, mode), RecentValues()
@@ -142,7 +139,7 @@ class Runner:
             return state
         check_num_replicas(state, self.parts, self.mesh)
         if updates:
-            check_exchange_state(state, self.parts, self._exchange_state_types)
+            check_exchange_state(state, self.parts, self.mesh)
         if updates and not self._is_checked:
             check_optimizer_state(state, self.parts, self.mesh)
         state = self._place_state(state, updates=updates)
@@ -151,10 +148,6 @@ class Runner:
         if kind is not None and all(map(operator.is_, leaves, jax.tree.leaves(state))):
             self._known_kinds.add(kind)
         return state
-
-    def _exchange_state_types(self, params: PyTree) -> tuple[PyTree, PyTree]:
-        assert self.parts.sync is not None, "its state is compared"
-        return exchange_state_types(self.parts.sync, params, self.mesh)
 
     def _is_last_state(self, state: TrainState) -> bool:
         """Return whether the last program of this step, or its `init`, returned the state."""
@@ -229,8 +222,7 @@ class Runner:
             self._has_moved = True
             self._warn(
                 "`state` lies elsewhere than the first state of this step, and is moved there: of "
-                f"one array from {x.sharding} to {where}. Make each state by this step's `init`, "
-                "or a step for each layout."
+                f"one array from {x.sharding} to {where}. Make a step for each layout."
             )
         return jax.device_put(x, where)
 
@@ -269,12 +261,6 @@ class Runner:
         if self.mode == "host" and overlapped is not None and self._overlapped is None:
             self._overlapped = OverlappedExchanges(overlapped, self.mesh, update.axis_name)
 
-    # Counters.
-
-    def next_phase(self, state: TrainState, later: int = 0) -> Phase:
-        """Return the phase of an update that is `later` updates after the next one."""
-        return self.phases.next(self.accept_state(state), later)
-
     # Batches.
 
     def place(self, batch: PyTree, weight: Any = None, *, check_ids: bool = True) -> Any:
@@ -287,15 +273,15 @@ class Runner:
     ) -> tuple[TrainState, StepInputs]:
         """Return the arguments of a step, checked, compared between processes, and placed."""
         state = self.accept_state(state)
-        batch, weight = self.placer.check_and_place(batch, weight, self.layout.data_axes)
-        if window is not None:
-            self.check_window(window, state, weight)
+        batch, weight = self.place(batch, weight)
+        self.check_window(window, state, weight)
         return state, StepInputs(batch, weight, window)
 
     def check_window(self, window: Any, state: TrainState, weight: Any = ...) -> None:
         """Raise `ValueError` unless `window` is an unused window of this state, or None."""
-        dense = state._replace(params=self.parts.dense(state.params))
-        check_window(window, dense, weight)
+        if window is not None:
+            dense = state._replace(params=self.parts.dense(state.params))
+            check_window(window, dense, weight)
 
     # Tasks.
 
@@ -317,7 +303,7 @@ class Runner:
         if self._overlapped is None:
             new, metrics, carry = self.run(task, state, inputs)
         else:
-            phase, t = self.next_phase(state), self.phases.update_counts(state).updates + 1
+            phase, t = self.phases.next(state), self.phases.update_counts(state).updates + 1
             is_known = self._is_last_state(state)
             with_result = self._overlapped.before_update(state, phase, t, is_known=is_known)
             if is_known:
@@ -338,8 +324,8 @@ class Runner:
         if has_tables or isinstance(self.parts.batches, DispatchedGradients):
             what = "`embeddings`" if has_tables else 'a pipeline with `executor`="host"'
             raise ValueError(
-                f"scan: a step with {what} does work on the host between its updates: call it for "
-                "each batch (js.train_loop without `steps_per_call`)."
+                f"scan: a step with {what} works on the host between updates: call it for each "
+                "batch (js.train_loop without `steps_per_call`)."
             )
         axes = self.layout.data_axes
         if self._overlapped is not None and self._overlapped.overlaps:
@@ -348,7 +334,8 @@ class Runner:
         self._replace_numbers(state)
 
         def run(phase: Phase | None, state: TrainState, part: PyTree) -> Any:
-            return self.run(_scan(phase), state, StepInputs(part, weight))
+            task = Task.create("scan", ("state", "metrics"), "state", phase=phase)
+            return self.run(task, state, StepInputs(part, weight))
 
         state, metrics = self.phases.scan(state, batches, length, run)
         self.record_run(StepInputs(batches), metrics)
@@ -364,8 +351,8 @@ class Runner:
             batch = jax.tree.map(lambda x, i=i: x[i], batches)
             state, inputs = self.checked_inputs(state, batch, weight, None)
             state, metrics, _ = self.run_update(state, inputs)
-            found.append(jax.tree.map(lambda x: x[None], metrics))
-        return state, concatenate_results(found)
+            found.append(metrics)
+        return state, stack(found)
 
     def apply(self, state: TrainState, window: GradientWindow) -> tuple[TrainState, Metrics]:
         """Run one update with the gradients in a window."""
@@ -435,9 +422,8 @@ class Runner:
         leaves = jax.tree.leaves((state.step, inputs.batch)) if self._options else ()
         if any(isinstance(x, Tracer) for x in leaves):
             raise ValueError(
-                "A step with `compiler_options` cannot be called inside of jax.jit, lax.scan and "
-                "the like, where jax takes none: call it outside, or make the step without them "
-                "and pass them to your own jax.jit(compiler_options=...)."
+                "A step with `compiler_options` cannot be called inside of jax.jit or lax.scan: "
+                "make it without, and pass them to your own jax.jit(compiler_options=...)."
             )
         # Inside of another program there is no next step that might compile again.
         is_inside = isinstance(state.step, Tracer)
@@ -467,30 +453,26 @@ class Runner:
     ) -> jax.stages.Lowered:
         """Return the lowered program of an update; nothing runs."""
         state = self.accept_state(state, runs=False)
-        axes = self.layout.data_axes
-        batch, weight = self.placer.place(inputs.batch, inputs.weight, axes)
-        upcoming, _ = self.placer.place(inputs.upcoming, None, axes)
-        inputs = inputs._replace(batch=batch, weight=weight, upcoming=upcoming)
-        self._replace_numbers(state)
-        task = self._update_task(state, ahead)
-        program = self.program(task, state, inputs)
-        inputs = self.dispatch_loss(task, state, inputs, runs=False)
-        return program.lower(state, *inputs)
+        return self._trace(self._update_task(state, ahead), state, inputs, self.mesh).lower()
 
     def trace_update(
         self, state: TrainState, batch: PyTree, phase: Phase | None
     ) -> jax.stages.Traced:
         """Return the traced program of an update in a phase; see `TrainStep.traced_by_phase`."""
-        state = self.accept_state(state, runs=False)
-        inputs = StepInputs(*self.placer.place(batch, None, self.layout.data_axes))
-        task = _update(phase, self._ahead)
-        mesh = with_device_per_position(self.mesh)
-        if mesh is self.mesh:
-            program = self.program(task, state, inputs)
-        else:
-            program = self._build(task, mesh)
-        ready = self.dispatch_loss(task, state, inputs, runs=False)
-        return program.trace(state, *ready)
+        state, task = self.accept_state(state, runs=False), _update(phase, self._ahead)
+        return self._trace(task, state, StepInputs(batch), with_device_per_position(self.mesh))
+
+    def _trace(
+        self, task: Task, state: TrainState, inputs: StepInputs, mesh: Any
+    ) -> jax.stages.Traced:
+        axes = self.layout.data_axes
+        batch, weight = self.placer.place(inputs.batch, inputs.weight, axes)
+        upcoming, _ = self.placer.place(inputs.upcoming, None, axes)
+        inputs = inputs._replace(batch=batch, weight=weight, upcoming=upcoming)
+        self._replace_numbers(state)
+        is_own = mesh is self.mesh
+        program = self.program(task, state, inputs) if is_own else self._build(task, mesh)
+        return program.trace(state, *self.dispatch_loss(task, state, inputs, runs=False))
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
         """Return the order in which gradients are ready; see `TrainStep.ready_order`."""
@@ -519,7 +501,8 @@ class Runner:
           runs: whether to compute the results; False returns their types.
         """
         batches = self.update.batches
-        if not isinstance(batches, DispatchedGradients) or not batches.is_due(inputs):
+        is_ready = inputs.batch is None or isinstance(inputs.batch, WithResults)
+        if is_ready or not isinstance(batches, DispatchedGradients):
             return inputs
         state = without_optimizer(state)
         which = batches.task(task, inputs)
@@ -546,9 +529,7 @@ class Runner:
     def _replace_numbers(self, state: TrainState) -> None:
         """Replace plain numbers assigned to hyperparameters by arrays over the replicas."""
         if self._numbers is None:
-            # Optax finds whether there are any; most optimizers have none to keep places of.
-            has_any = optax.tree.get_all_with_path(state.opt_state, "hyperparams")
-            self._numbers = hyperparams_paths(state.opt_state) if has_any else []
+            self._numbers = hyperparams_paths(state.opt_state)
         if self._numbers:
             replace_numbers(state.opt_state, self._numbers)
 
@@ -560,12 +541,6 @@ def _update(
     """Return the task of an update; of a window alone `share` describes the last batch."""
     results = "state", "metrics", "carry"
     return Task.create("update", results, "state", phase=phase, ahead=ahead, like=share)
-
-
-@lru_cache(maxsize=256)
-def _scan(phase: Phase | None) -> Task:
-    """Return the task of several updates in one phase."""
-    return Task.create("scan", ("state", "metrics"), "state", phase=phase)
 
 
 def _collect(ahead: PrefetchOptions | None, *, fits: bool) -> Task:

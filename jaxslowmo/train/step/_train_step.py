@@ -1,17 +1,13 @@
-"""The training step over all replicas: the user's interface to its programs.
-
-Options for the compiler of a step's programs: which are refused, which are known to help.
-
-Build a training step from a loss function, an optimizer and what to exchange.
-"""
+"""The training step over all replicas: its interface, how it is made, its compiler's options."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import optax
 
-from ..._support.checks import as_int, check_choice, checks_flags
+from ..._support.checks import check_choice, checked_int, checks_flags
 from ..._support.types import AxisName, CompilerOptions, Phase, PyTree
 from ...algorithms import shares_of_gossip
 from ...embedding import Embeddings, WithTables, tables_for_mesh
@@ -24,13 +20,14 @@ from ...mesh import (
     describe,
     device_mesh,
     replica_count,
+    replicate,
     replicate_argument,
 )
 from ...tracing import as_full_loss, state_types
 from ...transform import LossProgram, ParameterTransform, over_stages, spec_of
 from ...tree import check_arrays
 from .._batches import HostBatch
-from .._train_state import StepExchange, TrainState, initial_state
+from .._train_state import StepExchange, TrainState, replica_keys, warn_of_rbg, with_own_keys
 from ._ahead import AheadMode, AheadStep
 from ._checks import check_axes, check_trainable, check_with_tables, checked_gradients, split_chain
 from ._dispatched import DispatchedGradients
@@ -96,13 +93,19 @@ class TrainStep:
             one = jax.tree.structure(jax.tree.map(lambda x: 0, optimizer))
             if jax.tree.structure(opt_state) != one:
                 raise ValueError(
-                    "init: `opt_state` must be the state of the step's optimizer for one copy of "
-                    f"the parameters, {one}, got {jax.tree.structure(opt_state)}."
+                    f"init: `opt_state` must be that of one copy of the parameters, {one}, got "
+                    f"{jax.tree.structure(opt_state)}."
                 )
             optimizer = replicate_argument("opt_state", opt_state, **placement)
-        exchange = StepExchange(*parts.init_exchange(stacked, self.mesh), gradients)
-        state = initial_state(
-            stacked, optimizer, exchange, model_state=model_state, seed=seed, **placement
+        warn_of_rbg(model_state, self.mesh)
+        states = replicate_argument("model_state", model_state, **placement)
+        state = TrainState(
+            step=replicate(jax.device_put(np.int32(0)), **placement),
+            params=stacked,
+            opt_state=optimizer,
+            model_state=with_own_keys("model_state", states, **placement),
+            rng=replica_keys(seed, self.mesh, self.axis_name),
+            exchange=StepExchange(*parts.init_exchange(stacked, self.mesh), gradients),
         )
         return self._runner.accept_initial_state(state)
 
@@ -126,7 +129,7 @@ class TrainStep:
 
         With `later` it is that of an update so many updates after it.
         """
-        return self._runner.next_phase(state, later)
+        return self._runner.phases.next(self._runner.accept_state(state), later)
 
     def shares(self, state: TrainState) -> Shares | None:
         """Return the replicas' weights in the consensus, `shares=` of `js.consensus`; None: equal.
@@ -260,11 +263,8 @@ class TrainStep:
           state are reduced once, in the update.
         """
         state, inputs = self._runner.checked_inputs(state, batch, weight, window)
-        if as_int(num_batches, 0) is None:
-            raise ValueError(
-                f"`num_batches` counts batches of a window and must be >= 0, got {num_batches!r}."
-            )
-        return self._runner.collect(state, inputs, int(num_batches))[:2]
+        room = checked_int("`num_batches` counts batches of a window and", num_batches, 0)
+        return self._runner.collect(state, inputs, room)[:2]
 
     def apply(self, state: TrainState, window: GradientWindow) -> tuple[TrainState, Metrics]:
         """Run one update with the mean of the batches in a window, without another batch.
@@ -364,16 +364,9 @@ class TrainStep:
         """
         return self._runner.lower(state, StepInputs(batch, weight, window))
 
-    def compiled(
-        self,
-        state: TrainState,
-        batch: PyTree,
-        weight: Any = None,
-        *,
-        window: GradientWindow | None = None,
-    ) -> jax.stages.Compiled:
+    def compiled(self, *args: Any, **options: Any) -> jax.stages.Compiled:
         """Return the compiled program of `lower`, compiling it if needed; nothing runs."""
-        return self.lower(state, batch, weight, window=window).compile()
+        return self.lower(*args, **options).compile()
 
     def ahead(self, mode: AheadMode, num_exact: int = 0, *, room: float = 0.25) -> AheadStep:
         """Return this step with table lookups for the next batch in it; see `AheadStep`."""
@@ -399,117 +392,6 @@ class TrainStep:
         return self._runner.phases.trace_by_phase(
             lambda phase: self._runner.trace_update(state, batch, phase)
         )
-
-
-# What the names of one platform's options begin with. Some of these names are known to the
-# compilers of all platforms, which then do nothing with them.
-_PLATFORMS = {
-    "xla_cpu_": "cpu",
-    "xla_gpu_": "gpu",
-    "xla_tpu_": "tpu",
-    "xla_jf_": "tpu",
-    "xla_vf_": "tpu",
-    "xla_gf_": "tpu",
-    "xla_msa_": "tpu",
-}
-
-_GPU: dict[str, str | int | float | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
-# With one axis it would help nothing, and leaves fewer buckets of gradients beside products.
-_GPU_LEVELS = {**_GPU, "xla_gpu_experimental_parallel_collective_overlap_limit": 2}
-_V5E: dict[str, str | int | float | bool] = {"xla_max_concurrent_async_collective_permutes": 16}
-_V5P = {**_V5E, "xla_tpu_enable_all_experimental_scheduler_features": True}
-# By the names that devices give themselves, which changed between versions of libtpu.
-_TPU = {
-    "TPU v5 lite": _V5E,
-    "TPU v5e": _V5E,
-    "TPU v5": _V5P,
-    "TPU v5p": _V5P,
-    "TPU v6 lite": _V5P,
-    "TPU v6e": _V5P,
-}
-
-
-def recommended_compiler_options(mesh: AnyMesh) -> dict[str, str | int | float | bool]:
-    """Return the compiler options that let exchanges overlap on the devices of a mesh.
-
-    Nothing sets them unasked: pass them, alone or with others, to a step, or to `jax.jit` in your
-    own loop.
-
-        options = js.recommended_compiler_options(mesh)
-        step = js.make_train_step(loss_fn, optimizer, mesh=mesh, compiler_options=options)
-
-    Each option is here because compiled programs show its effect; no time was measured.
-
-    - GPU, on a mesh with several axes that are larger than 1,
-      `xla_gpu_experimental_parallel_collective_overlap_limit=2`: two collectives may run at the
-      same time. By default one does, so with two levels the exchange of `js.sgp(overlap=1)` waits
-      for the all-reduce of the gradients inside a replica, and few products or none hide it. A
-      step without `js.sgp` does not need it: there buckets and gathers run beside each other, and
-      fewer of them beside products.
-    - GPU, `xla_gpu_enable_latency_hiding_scheduler=True`: the default on H100, where it changes
-      nothing. On A100 neither gossip nor the buckets of `js.all_reduce_gradients` run beside the
-      products of the backward pass without it.
-    - TPU v5e, v5p and v6e, `xla_max_concurrent_async_collective_permutes=16`: by default five
-      permutes are in flight, so gossip with more peers waits for the others. Programs with fewer
-      stay the same.
-    - TPU v5p and v6e, `xla_tpu_enable_all_experimental_scheduler_features=True`: without it
-      `js.sgp(overlap=1)` ends before or among the products of a step, and not after them.
-
-    Args:
-      mesh: the mesh of the step, whose first device decides. The devices may be described ones,
-        of `jax.experimental.topologies`.
-
-    Returns:
-      Values by name; {} for CPUs, and for TPUs of other kinds.
-
-    Communication: none.
-    """
-    device = _device_of(mesh)
-    has_levels = sum(size > 1 for size in mesh.shape.values()) > 1
-    by_platform = {
-        "gpu": _GPU_LEVELS if has_levels else _GPU,
-        "tpu": _TPU.get(device.device_kind, {}),
-    }
-    return dict(by_platform.get(device.platform, {}))
-
-
-def checked_compiler_options(options: Any, mesh: AnyMesh) -> CompilerOptions:
-    """Return the argument `compiler_options` of a step, which is not None.
-
-    Raises:
-      ValueError: an argument that is no mapping; a name that is empty, no str or has dashes in
-        front; a value of another type; an option of another platform than that of the mesh.
-    """
-    if not isinstance(options, Mapping):
-        raise ValueError(
-            "`compiler_options` must be a mapping of names to values, such as "
-            f"js.recommended_compiler_options(mesh), or None, got {options!r}."
-        )
-    for name, value in options.items():
-        if not isinstance(name, str) or not name or name.startswith("-"):
-            raise ValueError(
-                "`compiler_options`: a name must be that of an option, without dashes in front, "
-                f'such as "xla_gpu_enable_latency_hiding_scheduler", got {name!r}.'
-            )
-        if not isinstance(value, str | int | float | bool):
-            raise ValueError(
-                f"`compiler_options`: the value of {name!r} must be a str, int, float or bool, "
-                f"got {value!r}."
-            )
-        prefix = next(filter(name.startswith, _PLATFORMS), None)
-        if prefix is None or (platform := _device_of(mesh).platform) == _PLATFORMS[prefix]:
-            continue
-        raise ValueError(
-            f"`compiler_options`: {name!r} is an option for {_PLATFORMS[prefix].upper()}s, and "
-            f"`mesh` has {platform.upper()}s, whose compiler may ignore it without a word. "
-            "Leave it out; js.recommended_compiler_options(mesh) has options by platform."
-        )
-    return tuple(options.items())
-
-
-def _device_of(mesh: AnyMesh) -> Any:
-    """Return a device on which the programs of a mesh run."""
-    return device_mesh(mesh).devices.flat[0]
 
 
 @checks_flags("make_train_step")
@@ -587,37 +469,28 @@ def make_train_step(
         "map_with": map_with,
     }
     replica_count("make_train_step", mesh, axis_name)
-    choices = {
-        "mode": (mode, Mode),
-        "model_state": (model_state, ModelStateMode),
-        "host_batch": (host_batch, HostBatch),
-        "map_with": (map_with, MapWith),
-    }
-    for argument, (value, kind) in choices.items():
-        check_choice(argument, value, kind)
-    num_microbatches = as_int(accumulate, 1)
-    if num_microbatches is None:
-        raise ValueError(f"`accumulate` counts microbatches and must be >= 1, got {accumulate!r}.")
+    check_choice("mode", mode, Mode)
+    check_choice("model_state", model_state, ModelStateMode)
+    check_choice("host_batch", host_batch, HostBatch)
+    check_choice("map_with", map_with, MapWith)
+    num_microbatches = checked_int("`accumulate` counts microbatches and", accumulate, 1)
     gradients, optimizer, sync = split_chain(optimizer, gradients, sync)
     independent = isinstance(sync, str) and sync == "none"
     if not independent and sync is not None and not isinstance(sync, ParameterTransform):
         raise ValueError(
-            '`sync` must be a js.ParameterTransform such as js.local_sgd(...), None, or "none" for '
-            f"replicas that train independently, got {sync!r}; other transforms go into "
-            "`optimizer` or `gradients`."
+            '`sync` must be a js.ParameterTransform such as js.local_sgd(...), None or "none", got '
+            f"{sync!r}; other transforms go into `optimizer` or `gradients`."
         )
     if independent and model_state == "broadcast":
         raise ValueError(
             '`sync`="none" lets replicas train independently, and `model_state`="broadcast" gives '
-            "all replica 0's before every forward pass: leave one of the two out."
+            "all that of replica 0: leave one out."
         )
     if policy is not None and not isinstance(policy, Policy):
         raise ValueError(
             f'`policy` must be a js.gradients.Policy, such as Policy("bfloat16"), got {policy!r}.'
         )
-    options = ()
-    if compiler_options is not None:
-        options = checked_compiler_options(compiler_options, mesh)
+    options = checked_compiler_options(compiler_options or {}, mesh)
     exchange = sync if isinstance(sync, ParameterTransform) else None
     check_axes((gradients, optimizer, exchange), mesh, axis_name)
     if embeddings is not None:
@@ -631,8 +504,7 @@ def make_train_step(
         what = "a pipelined `loss_fn`" if program.param_types is not None else what
         if what is not None:
             raise ValueError(
-                f'`map_with`="vmap" maps the loss alone, and {what} communicates in it by itself: '
-                'use map_with="shard_map".'
+                f'`map_with`="vmap" maps the loss, in which {what} communicates: use "shard_map".'
             )
     loss = as_full_loss(program.quotient_loss or loss_fn)
     optimizer = over_stages(program.tied_transform(optimizer))
@@ -668,3 +540,95 @@ def make_train_step(
         step = UpdateWithTables.from_dense_update(step, embeddings)
     runner = Runner(step, embeddings, mesh, mode, host_batch, donate, options)
     return TrainStep(runner, host_batch, settings)
+
+
+# Options of the compiler.
+
+# What the names of one platform's options begin with. Some of these names are known to the
+# compilers of all platforms, which then do nothing with them.
+_PLATFORMS = {
+    "xla_cpu_": "cpu",
+    "xla_gpu_": "gpu",
+    "xla_tpu_": "tpu",
+    "xla_jf_": "tpu",
+    "xla_vf_": "tpu",
+    "xla_gf_": "tpu",
+    "xla_msa_": "tpu",
+}
+
+_GPU: dict[str, str | int | float | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+# With one axis it would help nothing, and leaves fewer buckets of gradients beside products.
+_GPU_LEVELS = {**_GPU, "xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+_V5E: dict[str, str | int | float | bool] = {"xla_max_concurrent_async_collective_permutes": 16}
+_V5P = {**_V5E, "xla_tpu_enable_all_experimental_scheduler_features": True}
+# By the names that devices give themselves, which changed between versions of libtpu.
+_TPU = {
+    "TPU v5 lite": _V5E,
+    "TPU v5e": _V5E,
+    "TPU v5": _V5P,
+    "TPU v5p": _V5P,
+    "TPU v6 lite": _V5P,
+    "TPU v6e": _V5P,
+}
+
+
+def recommended_compiler_options(mesh: AnyMesh) -> dict[str, str | int | float | bool]:
+    """Return the compiler options that let exchanges overlap on the devices of a mesh.
+
+    Nothing sets them unasked: pass them, alone or with others, to a step, or to `jax.jit` in your
+    own loop.
+
+        options = js.recommended_compiler_options(mesh)
+        step = js.make_train_step(loss_fn, optimizer, mesh=mesh, compiler_options=options)
+
+    Each option is here because compiled programs show its effect; no time was measured.
+
+    - GPU, on a mesh with several axes that are larger than 1,
+      `xla_gpu_experimental_parallel_collective_overlap_limit=2`: two collectives may run at the
+      same time. By default one does, so with two levels the exchange of `js.sgp(overlap=1)` waits
+      for the all-reduce of the gradients inside a replica, and few products or none hide it. A
+      step without `js.sgp` does not need it: there buckets and gathers run beside each other, and
+      fewer of them beside products.
+    - GPU, `xla_gpu_enable_latency_hiding_scheduler=True`: the default on H100, where it changes
+      nothing. On A100 neither gossip nor the buckets of `js.all_reduce_gradients` run beside the
+      products of the backward pass without it.
+    - TPU v5e, v5p and v6e, `xla_max_concurrent_async_collective_permutes=16`: by default five
+      permutes are in flight, so gossip with more peers waits for the others. Programs with fewer
+      stay the same.
+    - TPU v5p and v6e, `xla_tpu_enable_all_experimental_scheduler_features=True`: without it
+      `js.sgp(overlap=1)` ends before or among the products of a step, and not after them.
+
+    Args:
+      mesh: the mesh of the step, whose first device decides. The devices may be described ones,
+        of `jax.experimental.topologies`.
+
+    Returns:
+      Values by name; {} for CPUs, and for TPUs of other kinds.
+
+    Communication: none.
+    """
+    device = _device_of(mesh)
+    has_levels = sum(size > 1 for size in mesh.shape.values()) > 1
+    if device.platform == "gpu":
+        return dict(_GPU_LEVELS if has_levels else _GPU)
+    return dict(_TPU.get(device.device_kind, {}))
+
+
+def checked_compiler_options(
+    options: Mapping[str, str | int | float | bool], mesh: AnyMesh
+) -> CompilerOptions:
+    """Return the argument `compiler_options` of a step; raise `ValueError` for other platforms."""
+    platform = _device_of(mesh).platform
+    for name in options:
+        prefix = next(filter(name.startswith, _PLATFORMS), None)
+        if prefix is not None and platform != _PLATFORMS[prefix]:
+            raise ValueError(
+                f"`compiler_options`: {name!r} is for {_PLATFORMS[prefix].upper()}s, and `mesh` "
+                f"has {platform.upper()}s, whose compiler may ignore it: leave it out."
+            )
+    return tuple(options.items())
+
+
+def _device_of(mesh: AnyMesh) -> Any:
+    """Return a device on which the programs of a mesh run."""
+    return device_mesh(mesh).devices.flat[0]

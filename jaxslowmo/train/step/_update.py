@@ -1,6 +1,6 @@
-"""The parts of a step: what they are, what each leaves to the others, their states and layouts.
+"""One update of one replica, from top to bottom: gradients, their reduction, optimizer, exchange.
 
-One update of one replica from top to bottom: gradients, their reduction, optimizer, exchange.
+Then what a part of the step leaves to the others, and the states of its parts and their layout.
 """
 
 import dataclasses
@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import optax
@@ -53,6 +53,7 @@ from ...transform import (
     init,
     phase_scope,
     spec_of,
+    takes_extra,
     unless_idle,
     unreplicate_number,
     vmap_replicas,
@@ -63,6 +64,7 @@ from ._gradients import (
     BatchGradients,
     Gradients,
     GradientWindow,
+    LossData,
     Metrics,
     StepInputs,
     as_value,
@@ -72,7 +74,14 @@ from ._gradients import (
     statistics,
     with_statistics,
 )
-from ._optimized import Averaging, Weights, accepted_arguments, optimizer_rate, run_optimizer
+from ._optimized import (
+    USE_CHAIN,
+    Averaging,
+    Weights,
+    accepted_arguments,
+    optimizer_rate,
+    raising_value_fn,
+)
 
 
 class Layout(NamedTuple):
@@ -91,206 +100,6 @@ class Layout(NamedTuple):
     inner_axes: tuple[str, ...]
     data_axes: tuple[str, ...]
     num_devices: int = 1
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts of a step; see `make_train_step`.
-
-    Attributes:
-      batches: the loss function, and how gradients of batches are taken.
-      gradients: what happens to gradients before the optimizer; None: nothing.
-      optimizer: the optimizer.
-      sync: the exchange of parameters; None: there is none.
-      axis_name: the replica axis.
-      program: the form in which the loss function takes parameters and batches.
-      independent: whether `sync` is "none": replicas may train independently.
-      policy: dtypes in which the loss function computes; None: those of its arguments.
-      map_with: how the loss of one replica is mapped over replicas of several devices.
-      param_specs: specs of the parameters over axes inside a replica that the compiler handles;
-        None without such axes.
-    """
-
-    batches: BatchGradients
-    gradients: optax.GradientTransformationExtraArgs | None
-    optimizer: optax.GradientTransformationExtraArgs
-    sync: ParameterTransform | None
-    axis_name: AxisName
-    program: LossProgram
-    independent: bool = False
-    policy: Policy | None = None
-    map_with: MapWith = "shard_map"
-    param_specs: PyTree | None = None
-
-    # What an update asks.
-
-    @property
-    def inner_axes(self) -> tuple[str, ...]:
-        """Axes inside a replica over which the batch is split."""
-        return self.batches.inner_axes
-
-    @property
-    def mapped_axes(self) -> tuple[str, ...]:
-        """The axes over which a replica may communicate."""
-        return *axis_names(self.axis_name), *self.inner_axes
-
-    def average_inner_axes(
-        self, gathered: Gradients, axes: tuple[str, ...], order: ReadyOrder | None
-    ) -> PyTree:
-        """Return the gradients, averaged over axes inside a replica that `gradients` lacks."""
-        grads, specs = gathered.grads, self.param_specs
-        if specs is not None:
-            grads = constrain_layout(grads, specs)
-        return mean_gradients(grads, axes, order, specs, gathered.loss_weight) if axes else grads
-
-    def gradient_weights(
-        self, gathered: Gradients, axes: tuple[str, ...]
-    ) -> tuple[jax.Array | None, jax.Array | None]:
-        """Return this device's weight in `gradients`, and its replica's in means over replicas.
-
-        They differ for losses with weights of which `gradients` itself averages those over inner
-        axes; `axes` are the inner axes over which the step has averaged.
-
-        Communication: for losses with weights one all-reduce of 4 bytes over the inner axes.
-        """
-        weight = gathered.device_weight
-        if gathered.loss_weight is None or weight is None or not self.inner_axes:
-            return weight, weight
-        replica_weight = sum_over(weight, self.inner_axes)
-        return replica_weight if axes == self.inner_axes else weight, replica_weight
-
-    def unreduced_axes(
-        self, state: PyTree, inner_axes: tuple[str, ...] | None = None
-    ) -> tuple[str, ...]:
-        """Return the inner axes over which the step must average, since `gradients` does not.
-
-        `state` is that of `gradients`; `inner_axes` are those between which the batch is split.
-        """
-        inner_axes = self.inner_axes if inner_axes is None else inner_axes
-        if self.gradients is None:
-            return inner_axes
-        spec = spec_of(self.gradients)
-        is_known = isinstance(self.gradients, GradientTransform) and not spec.axes
-        is_known = is_known and not holds_state(spec.unknown(state), "gradients")
-        return inner_axes if is_known else ()
-
-    def ready_order_fn(self, state: TrainState, like: PyTree) -> ReadyOrder | None:
-        """Return a function for the order in which gradients are ready, for a batch like `like`.
-
-        It is called only where the order matters, since it traces the loss once more. None is the
-        order of leaves: a pipeline finishes all gradients with the last microbatch.
-        """
-        find = cache(partial(self.batches.ready_order, state, like))
-        return find if self.program.param_types is None and self.map_with != "vmap" else None
-
-    def never_syncs(self, averaged: set[str], optimizer_state: PyTree) -> bool:
-        """Return whether nothing makes replicas agree; `averaged` are axes of `gradients`."""
-        return (
-            self.sync is None
-            and not averaged
-            and (self.gradients is None or self.independent)
-            and not holds_state(optimizer_state, "gradients")
-            and not holds_state(optimizer_state, "parameters")
-        )
-
-    def reduction_axes(self, averaged: set[str]) -> tuple[str, ...]:
-        """Return these replica axes and the inner ones, in the order of `mapped_axes`."""
-        return tuple(n for n in self.mapped_axes if n in {*averaged, *self.inner_axes})
-
-    # The states of its parts, and their layout.
-
-    def init_exchange(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
-        """Return the first local and shared state of `sync`, for stacked parameters."""
-        if self.sync is None:
-            return (), ()
-        axes = model_axes(stacked, mesh, self.axis_name)
-        specs = inner_specs(stacked, axes) if axes else None
-        where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name, "param_specs": specs}
-        return first_states(self.sync, stacked, **where)
-
-    def dense(self, tree: PyTree) -> PyTree:
-        """Return the part of a tree like the parameters that `optimizer` updates: all of it."""
-        return tree
-
-    def check_optimizer(self, state: PyTree, unknown: list[PyTree]) -> None:
-        """Raise `ValueError` for an optimizer of this state that does what others would need, too.
-
-        `unknown` are states of transforms in it that declare nothing.
-        """
-
-    def state_roles(self, state: TrainState) -> Roles:
-        """Return the roles of a state as an argument of `map_replicas`."""
-        del state
-        return "stacked"
-
-    def init_optimizers(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
-        """Return the first states of gradient transform and optimizer, for stacked parameters."""
-        given = self.gradients or optax.identity(), self.optimizer
-        # Each has one state.
-        both = chain(*(part._replace(init=part.init) for part in given))
-        gradients, optimizer = init(both, stacked, mesh=mesh, axis_name=self.axis_name)
-        return gradients, optimizer
-
-    def loss_input_types(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the types of parameters and batch that the loss function of a device receives.
-
-        Args:
-          params: the types of the parameters of one replica.
-          batch: the types of a device's part of a batch.
-        """
-        return params, batch
-
-    def replicate_params(self, params: PyTree, seed: int, mesh: AnyMesh) -> PyTree:
-        """Return the parameters of all replicas, equal on them, from those of one."""
-        del seed  # draws tables
-        return replicate(params, mesh=mesh, axis_name=self.axis_name)
-
-    def layout(
-        self, mesh: AnyMesh, axes: frozenset[str], specs: PyTree | None, params: PyTree
-    ) -> Layout:
-        """Return the layout of states whose parameters have these specs over these axes."""
-        replicas = axis_names(self.axis_name)
-        free = [a for a in mesh.axis_names if a not in {*replicas, *axes}]
-        mapped = self.named_axes
-        if has_device_per_position(mesh):  # of Explicit axes a loss would have to know the layout
-            types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-            mapped |= {name for name, kind in types if kind == AxisType.Explicit}
-        # XLA of jax 0.12 aborts on `table[ids]` where parameters and examples are sharded over
-        # different axes that are the compiler's, inside of a map over the replicas.
-        if axes or self.maps_inner_axes:
-            mapped |= {*free}
-        inner = () if self.map_with == "vmap" else tuple(a for a in free if a in mapped)
-        free = tuple(a for a in free if a not in inner)
-        if free and specs is None and params is not None and has_device_per_position(mesh):
-            specs = jax.tree.map(lambda _: P(), params)
-        # Devices of an axis that is mapped have examples next to each other.
-        num_devices = math.prod(mesh.shape[name] for name in free)
-        return Layout(axes | {*free}, specs, inner, (*replicas, *inner, *free), num_devices)
-
-    @property
-    def maps_inner_axes(self) -> bool:
-        """Whether all axes inside a replica that shard no parameter are mapped."""
-        return self.program.param_types is not None
-
-    @property
-    def named_axes(self) -> set[str]:
-        """Axes inside a replica that a part of the step names, which are mapped as replicas are."""
-        parts = [spec_of(self.optimizer)]
-        if self.gradients is not None:
-            parts.append(spec_of(self.gradients))
-        named = {name for part in parts for name in part.axes}
-        groups = () if self.sync is None else self.sync.algorithm.groups
-        return named.union(*(axis_names(group.local_axis_name or ()) for group in groups))
-
-    def with_layout(self, layout: Layout) -> Self:
-        """Return this update for a layout."""
-        batches = dataclasses.replace(
-            self.batches, inner_axes=layout.inner_axes, num_devices=layout.num_devices
-        )
-        sync, specs = self.sync, layout.specs
-        if sync is not None and specs is not None:
-            sync = sync.with_specs(specs)
-        return dataclasses.replace(self, batches=batches, sync=sync, param_specs=specs)
 
 
 class ReducedGradients(NamedTuple):
@@ -320,8 +129,37 @@ class PendingUpdate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Update(Parts):
-    """One update by the parts of a step, traced for one replica or one of its inner devices."""
+class Update:
+    """One update by the parts of a step, traced for one replica or one of its inner devices.
+
+    The parts are the arguments of `make_train_step`.
+
+    Attributes:
+      batches: the loss function, and how gradients of batches are taken.
+      gradients: what happens to gradients before the optimizer; None: nothing.
+      optimizer: the optimizer.
+      sync: the exchange of parameters; None: there is none.
+      axis_name: the replica axis.
+      program: the form in which the loss function takes parameters and batches.
+      independent: whether `sync` is "none": replicas may train independently.
+      policy: dtypes in which the loss function computes; None: those of its arguments.
+      map_with: how the loss of one replica is mapped over replicas of several devices.
+      param_specs: specs of the parameters over axes inside a replica that the compiler handles;
+        None without such axes.
+    """
+
+    batches: BatchGradients
+    gradients: optax.GradientTransformationExtraArgs | None
+    optimizer: optax.GradientTransformationExtraArgs
+    sync: ParameterTransform | None
+    axis_name: AxisName
+    program: LossProgram
+    independent: bool = False
+    policy: Policy | None = None
+    map_with: MapWith = "shard_map"
+    param_specs: PyTree | None = None
+
+    # One update, from top to bottom.
 
     def update_replicas(
         self,
@@ -334,7 +172,7 @@ class Update(Parts):
         phase: Phase | None = None,
         **static: Any,
     ) -> tuple[TrainState, Metrics, Any]:
-        """Run one update of all replicas; see `prepare_update`, `exchange_params`.
+        """Run one update of all replicas: `prepare_update`, then `exchange_params`.
 
         Args:
           map_fn: `map_fn(fn, in_roles, out_roles)` maps a function of one replica over them.
@@ -350,30 +188,27 @@ class Update(Parts):
         """
         shared = state.exchange.shared
 
-        def prepare(state: TrainState, *inputs: Any) -> Any:
-            return self.prepare_update(state, StepInputs(*inputs), **static)
-
         def gather(state: TrainState, *inputs: Any) -> Any:
             gradients, metrics = self.compute_gradients(with_update_key(state), StepInputs(*inputs))
             return gradients._replace(data=None), metrics  # the batches stay where they are
 
-        def prepare_with(state: TrainState, gathered: Any, *inputs: Any) -> Any:
+        def prepare(state: TrainState, gathered: Any, *inputs: Any) -> Any:
             return self.prepare_update(state, StepInputs(*inputs), gathered=gathered, **static)
 
         local = state._replace(exchange=state.exchange._replace(shared=()))
         # What an algorithm keeps has its own layout, of which mapped programs would know nothing.
         seen = without_exchange(state)
         own = self.state_roles(seen)
-        out = self.pending_roles, "stacked", self.extra_roles
         where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
         # One number for all replicas, by which conditionals decide.
         count = unreplicate_number(increment(state.step), **where)
+        gathered = None
         if self.map_with == "vmap":  # the loss alone needs it
-            gradients = map_fn(gather, (own, *roles), "stacked", "vmap")(seen, *inputs)
-            given = (own, "stacked", *roles)
-            pending, metrics, extra = map_fn(prepare_with, given, out)(seen, gradients, *inputs)
-        else:
-            pending, metrics, extra = map_fn(prepare, (own, *roles), out)(seen, *inputs)
+            gathered = map_fn(gather, (own, *roles), "stacked", "vmap")(seen, *inputs)
+        prepared = map_fn(
+            prepare, (own, "stacked", *roles), (self.pending_roles, "stacked", "device")
+        )
+        pending, metrics, carry = prepared(seen, gathered, *inputs)
 
         def exchange(replicas: StackedReplicas, own: Any, shared: PyTree) -> Any:
             state, pending = own
@@ -381,11 +216,7 @@ class Update(Parts):
 
         new, shared = vmap_replicas(exchange, (local, pending), shared, **where)
         new = new._replace(exchange=new.exchange._replace(shared=shared))
-        return self.finish_update(
-            map_fn, local, new, inputs, metrics, extra, count, phase, **static
-        )
-
-    extra_roles: ClassVar[str] = "stacked"  # of what `prepare_update` leaves to `finish_update`
+        return new, metrics, carry
 
     @property
     def pending_roles(self) -> Roles:
@@ -407,49 +238,28 @@ class Update(Parts):
         those of the batch.
 
         `like`, for a window alone, is the types of one device's part of a batch; `gathered` is what
-        `compute_gradients` has returned, if it ran before. The third result is what
-        `finish_update` needs: nothing.
+        `compute_gradients` has returned, if it ran before. The third result is what is carried to
+        the next step: nothing.
         """
         keyed = with_update_key(state)
         gradients, metrics = gathered or self.compute_gradients(keyed, inputs)
         reduced = self.reduce_gradients(keyed, gradients, inputs.batch if like is None else like)
         pending = self.compute_update(keyed, reduced, gradients)
-        return (
-            pending,
-            merge_metrics(metrics, scale_metrics(state.opt_state, pending.optimizer_state)),
-            (),
-        )
-
-    def finish_update(
-        self,
-        map_fn: Any,
-        old: TrainState,
-        new: TrainState,
-        inputs: StepInputs,
-        metrics: Metrics,
-        extra: Any,
-        count: jax.Array,
-        phase: Phase | None,
-        **static: Any,
-    ) -> tuple[TrainState, Metrics, Any]:
-        """Return new state, metrics, and what is carried to the next step: nothing."""
-        del map_fn, old, inputs, extra, count, phase, static
-        return new, metrics, None
+        scales = scale_metrics(state.opt_state, pending.optimizer_state)
+        return pending, merge_metrics(metrics, scales), None
 
     def reduce_gradients(
         self, state: TrainState, gathered: Gradients, like: PyTree
     ) -> ReducedGradients:
         """Average gradients and the loss; `like` is this device's part of a batch, or its types."""
-        before, specs, axes = (
-            state.exchange.gradients,
-            self.param_specs,
-            self.unreduced_axes(state.exchange.gradients),
-        )
+        before, specs = state.exchange.gradients, self.param_specs
+        axes, order = self.unreduced_axes(before), None
+        # A pipeline finishes all gradients with the last microbatch.
+        if self.program.param_types is None and self.map_with != "vmap":
+            # Called only where the order matters, since it traces the loss once more.
+            order = cache(partial(self.batches.ready_order, state, like))
         loss: jax.Array | None = as_value(gathered.metrics["loss"])
-        order, (weight, loss_weight) = (
-            self.ready_order_fn(state, like),
-            self.gradient_weights(gathered, axes),
-        )
+        weight, loss_weight = self.gradient_weights(gathered, axes)
         grads, after = self.average_inner_axes(gathered, axes, order), before
         averaging = Averaging.from_transform(self.gradients, before, self.axis_name)
         if self.gradients is not None:
@@ -478,30 +288,21 @@ class Update(Parts):
 
         `finite` says whether what the optimizer is not given, rows of tables, is finite.
         """
-        before, weight, value = state.opt_state, reduced.loss_weight, reduced.loss
+        before = state.opt_state
         averaging = Averaging.from_transform(self.optimizer, before, self.axis_name)
-        averaged = averaging.axes | reduced.axes
-        if averaging.has_unknown and not averaged.isdisjoint(axis_names(self.axis_name)):
-            value = None
         with jax.named_scope("optimizer"):
-            updates, after = run_optimizer(
-                self.optimizer,
-                reduced.grads,
-                before,
-                state.params,
-                value=None if value is None else averaging.mean(value, weight),
-                averaged=self.reduction_axes(averaged),
-                loss_at=self.batches.loss_at,
-                data=gathered.data,
-                weight=weight,
-                finite=finite,
-                param_specs=self.param_specs,
-            )
+            updates, after = self._run_optimizer(state, reduced, gathered.data, averaging, finite)
         wants_rate = self.sync is not None and self.sync.algorithm.needs_rate
         rate = optimizer_rate(after) if wants_rate else None
         weights = reduced.weights.after_averaging(averaging)
         # Where nothing makes replicas agree, an idle one cannot follow others.
-        alone = self.never_syncs(reduced.axes, before)
+        alone = (
+            self.sync is None
+            and not reduced.axes
+            and (self.gradients is None or self.independent)
+            and not holds_state(before, "gradients")
+            and not holds_state(before, "parameters")
+        )
         own_weight = weights.update if alone or self.sync is not None else None
         if own_weight is not None:
             after = old_if_idle(own_weight, after, before)
@@ -522,6 +323,47 @@ class Update(Parts):
             rate=rate,
             step=increment(state.step),
         )
+
+    def _run_optimizer(
+        self,
+        state: TrainState,
+        reduced: ReducedGradients,
+        data: LossData | None,
+        averaging: Averaging,
+        finite: jax.Array | None,
+    ) -> tuple[PyTree, PyTree]:
+        """Call the optimizer with what its spec and its state say that it takes.
+
+        `value` is the loss, averaged as gradients are; there is none if transforms average them
+        that declare nothing. `value_fn` is the replica's own loss at other parameters, which raises
+        where gradients are averaged, or the batches are gone.
+
+        Communication: the optimizer's.
+        """
+        before, spec = state.opt_state, spec_of(self.optimizer)
+        averaged, value = averaging.axes | reduced.axes, reduced.loss
+        if averaging.has_unknown and not averaged.isdisjoint(axis_names(self.axis_name)):
+            value = None
+        axes = tuple(n for n in self.mapped_axes if n in {*averaged, *self.inner_axes})
+        value_fn = raising_value_fn(axes)
+        if data is not None and not axes:
+            value_fn = partial(self.batches.loss_at, data=data)
+        extra = {"grad": reduced.grads, "value_fn": value_fn}
+        if value is not None:
+            extra["value"] = averaging.mean(value, reduced.loss_weight)
+        given = {"unscaled": True, "param_specs": self.param_specs, "finite": finite}
+        extra |= accepted_arguments(spec, before, weight=reduced.loss_weight, **given)
+        if not takes_extra(before):
+            extra = {name: x for name, x in extra.items() if name in spec.takes - {"weight"}}
+        try:
+            return self.optimizer.update(reduced.grads, before, state.params, **extra)
+        except Exception as error:
+            if value is None:
+                error.add_note(
+                    "If `optimizer` asks for `value`: the step passes none where transforms that "
+                    f"it does not see average gradients. {USE_CHAIN}"
+                )
+            raise
 
     def exchange_params(
         self,
@@ -598,6 +440,148 @@ class Update(Parts):
         """Return what a loss function that is dispatched receives; see `DispatchedGradients`."""
         batches: Any = self.batches
         return batches.arguments(with_update_key(state), inputs, **static)
+
+    # What an update asks.
+
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        """Axes inside a replica over which the batch is split."""
+        return self.batches.inner_axes
+
+    @property
+    def mapped_axes(self) -> tuple[str, ...]:
+        """The axes over which a replica may communicate."""
+        return *axis_names(self.axis_name), *self.inner_axes
+
+    def average_inner_axes(
+        self, gathered: Gradients, axes: tuple[str, ...], order: ReadyOrder | None
+    ) -> PyTree:
+        """Return the gradients, averaged over axes inside a replica that `gradients` lacks."""
+        grads, specs = gathered.grads, self.param_specs
+        if specs is not None:
+            grads = constrain_layout(grads, specs)
+        return mean_gradients(grads, axes, order, specs, gathered.loss_weight) if axes else grads
+
+    def gradient_weights(
+        self, gathered: Gradients, axes: tuple[str, ...]
+    ) -> tuple[jax.Array | None, jax.Array | None]:
+        """Return this device's weight in `gradients`, and its replica's in means over replicas.
+
+        They differ for losses with weights of which `gradients` itself averages those over inner
+        axes; `axes` are the inner axes over which the step has averaged.
+
+        Communication: for losses with weights one all-reduce of 4 bytes over the inner axes.
+        """
+        weight = gathered.device_weight
+        if gathered.loss_weight is None or weight is None or not self.inner_axes:
+            return weight, weight
+        replica_weight = sum_over(weight, self.inner_axes)
+        return replica_weight if axes == self.inner_axes else weight, replica_weight
+
+    def unreduced_axes(
+        self, state: PyTree, inner_axes: tuple[str, ...] | None = None
+    ) -> tuple[str, ...]:
+        """Return the inner axes over which the step must average, since `gradients` does not.
+
+        `state` is that of `gradients`; `inner_axes` are those between which the batch is split.
+        """
+        inner_axes = self.inner_axes if inner_axes is None else inner_axes
+        if self.gradients is None:
+            return inner_axes
+        spec = spec_of(self.gradients)
+        is_known = isinstance(self.gradients, GradientTransform) and not spec.axes
+        is_known = is_known and not holds_state(spec.unknown(state), "gradients")
+        return inner_axes if is_known else ()
+
+    # The states of its parts, and their layout.
+
+    def init_exchange(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
+        """Return the first local and shared state of `sync`, for stacked parameters."""
+        if self.sync is None:
+            return (), ()
+        axes = model_axes(stacked, mesh, self.axis_name)
+        specs = inner_specs(stacked, axes) if axes else None
+        where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name, "param_specs": specs}
+        return first_states(self.sync, stacked, **where)
+
+    def dense(self, tree: PyTree) -> PyTree:
+        """Return the part of a tree like the parameters that `optimizer` updates: all of it."""
+        return tree
+
+    def check_optimizer(self, state: PyTree, unknown: list[PyTree]) -> None:
+        """Raise `ValueError` for an optimizer of this state that does what others would need, too.
+
+        `unknown` are states of transforms in it that declare nothing.
+        """
+
+    def state_roles(self, state: TrainState) -> Roles:
+        """Return the roles of a state as an argument of `map_replicas`."""
+        del state
+        return "stacked"
+
+    def init_optimizers(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
+        """Return the first states of gradient transform and optimizer, for stacked parameters."""
+        given = self.gradients or optax.identity(), self.optimizer
+        # Each has one state.
+        both = chain(*(part._replace(init=part.init) for part in given))
+        gradients, optimizer = init(both, stacked, mesh=mesh, axis_name=self.axis_name)
+        return gradients, optimizer
+
+    def loss_input_types(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
+        """Return the types of parameters and batch that the loss function of a device receives.
+
+        Args:
+          params: the types of the parameters of one replica.
+          batch: the types of a device's part of a batch.
+        """
+        return params, batch
+
+    def replicate_params(self, params: PyTree, seed: int, mesh: AnyMesh) -> PyTree:
+        """Return the parameters of all replicas, equal on them, from those of one."""
+        del seed  # draws tables
+        return replicate(params, mesh=mesh, axis_name=self.axis_name)
+
+    def layout(
+        self, mesh: AnyMesh, axes: frozenset[str], specs: PyTree | None, params: PyTree
+    ) -> Layout:
+        """Return the layout of states whose parameters have these specs over these axes."""
+        replicas = axis_names(self.axis_name)
+        free = [a for a in mesh.axis_names if a not in {*replicas, *axes}]
+        # Axes that a part of the step names are mapped as replicas are.
+        parts = [tx for tx in (self.optimizer, self.gradients) if tx is not None]
+        groups = () if self.sync is None else self.sync.algorithm.groups
+        mapped = {name for tx in parts for name in spec_of(tx).axes}.union(
+            *(axis_names(group.local_axis_name or ()) for group in groups)
+        )
+        if has_device_per_position(mesh):  # of Explicit axes a loss would have to know the layout
+            types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+            mapped |= {name for name, kind in types if kind == AxisType.Explicit}
+        # XLA of jax 0.12 aborts on `table[ids]` where parameters and examples are sharded over
+        # different axes that are the compiler's, inside of a map over the replicas.
+        if axes or self.maps_inner_axes:
+            mapped |= {*free}
+        inner = () if self.map_with == "vmap" else tuple(a for a in free if a in mapped)
+        free = tuple(a for a in free if a not in inner)
+        if free and specs is None and params is not None and has_device_per_position(mesh):
+            specs = jax.tree.map(lambda _: P(), params)
+        # Devices of an axis that is mapped have examples next to each other.
+        num_devices = math.prod(mesh.shape[name] for name in free)
+        return Layout(axes | {*free}, specs, inner, (*replicas, *inner, *free), num_devices)
+
+    @property
+    def maps_inner_axes(self) -> bool:
+        """Whether all axes inside a replica that shard no parameter are mapped."""
+        return self.program.param_types is not None
+
+    def with_layout(self, layout: Layout) -> Self:
+        """Return this update for a layout."""
+        batches = dataclasses.replace(
+            self.batches, inner_axes=layout.inner_axes, num_devices=layout.num_devices
+        )
+        sync, specs = self.sync, layout.specs
+        if sync is not None and specs is not None:
+            sync = sync.with_specs(specs)
+        return dataclasses.replace(self, batches=batches, sync=sync, param_specs=specs)
 
 
 def without_exchange(state: TrainState) -> TrainState:

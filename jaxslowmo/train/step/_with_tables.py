@@ -9,10 +9,11 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from ..._support.types import Phase, PyTree
@@ -41,7 +42,14 @@ from ...gradients.precision import (
 )
 from ...gradients.sparse import WithRows, mean_rows
 from ...mesh import AnyMesh, Roles, axis_size, sum_over
-from ...transform import StackedReplicas, prevent_fusion, spec_of, unless_idle, unseen_zero
+from ...transform import (
+    StackedReplicas,
+    prevent_fusion,
+    spec_of,
+    unless_idle,
+    unreplicate_number,
+    unseen_zero,
+)
 from ...tree import all_finite, parts_of
 from .._train_state import TrainState
 from ._checks import check_optimizer_with_tables
@@ -146,8 +154,8 @@ class TableBatches(BatchGradients):
         metrics, new_model_state = results
         if "loss_weight" in metrics:
             raise ValueError(
-                "`loss_fn` of a step with `embeddings` must return a loss, the mean over the "
-                "examples of a device, got a pair (sum, weight), by which rows are not weighted."
+                "`loss_fn` with `embeddings` must return the mean loss of a device's examples, got "
+                "a pair (sum, weight), by which rows are not weighted."
             )
         devices = axis_size(embeddings.axis_name or ())
         # The loss of a replica is the mean of its devices' losses.
@@ -181,8 +189,6 @@ class UpdateWithTables(Update):
 
     # One update.
 
-    extra_roles: ClassVar[str] = "device"
-
     @property
     def pending_roles(self) -> Roles:
         """The roles of the first result of `prepare_update`."""
@@ -191,7 +197,13 @@ class UpdateWithTables(Update):
         )
 
     def prepare_update(
-        self, state: TrainState, inputs: StepInputs, *, like: Any = None, ahead: PrefetchOptions
+        self,
+        state: TrainState,
+        inputs: StepInputs,
+        *,
+        like: Any = None,
+        gathered: None = None,
+        ahead: PrefetchOptions,
     ) -> tuple[PendingWithTables, Metrics, Any]:
         """Make one update of dense parameters and tables; see `Update.prepare_update`.
 
@@ -204,9 +216,9 @@ class UpdateWithTables(Update):
             inputs = self._request_rows(state, inputs)
             batch, counts = inputs.batch, inputs.batch.counts
         lookup, read = self._start_lookup(state, inputs.upcoming, ahead)
-        gathered, metrics = self.batches.compute_gradients(dense, inputs)
-        reduced = self.reduce_gradients(dense, gathered, batch)
-        pending, active = self._dense_update(dense, reduced, gathered)
+        gradients, metrics = self.batches.compute_gradients(dense, inputs)
+        reduced = self.reduce_gradients(dense, gradients, batch)
+        pending, active = self._dense_update(dense, reduced, gradients)
         # Without a dependency XLA may order the update before the reads, and copies the whole table
         # so that they see the old values. (An optimization barrier is not enough: jax 0.10 removes
         # it before XLA decides on copies.)
@@ -222,28 +234,27 @@ class UpdateWithTables(Update):
         update = PendingWithTables(pending, tables, tables_state)
         return update, merge_metrics(merge_metrics(metrics, counts), scales), (lookup, changed)
 
-    def finish_update(
+    def update_replicas(
         self,
         map_fn: Any,
-        old: TrainState,
-        new: TrainState,
+        mesh: AnyMesh | AbstractMesh,
+        state: TrainState,
         inputs: StepInputs,
-        metrics: Metrics,
-        extra: Any,
-        count: jax.Array,
-        phase: Phase | None,
+        roles: StepInputs,
         *,
+        phase: Phase | None = None,
         ahead: PrefetchOptions,
-        like: Any = None,
+        **static: Any,
     ) -> tuple[TrainState, Metrics, PrefetchedRows | None]:
-        """Return new state, metrics, and the request of the next batch, of which rows moved."""
-        del old, like
-        lookup, changed = extra
+        """Run one update, and send rows of the next batch again that it has changed."""
+        new, metrics, (lookup, changed) = super().update_replicas(
+            *(map_fn, mesh, state, inputs, roles), phase=phase, ahead=ahead, **static
+        )
         if lookup is None or not ahead.patches:
             return new, metrics, lookup
         moves: Any = self.sync is not None and phase != ()
         if self.sync is not None and phase is None:
-            moves = self.sync.due(count)
+            moves = self.sync.due(unreplicate_number(new.step, mesh=mesh, axis_name=self.axis_name))
 
         def patch(
             tables: PyTree, lookup: PrefetchedRows, changed: Any, moves: Any, weight: Any
@@ -255,9 +266,9 @@ class UpdateWithTables(Update):
             }
             return lookup._replace(vectors=vectors), unless_idle(counts, weight)
 
-        roles = self.embeddings.specs, "device", "device", "shared", "stacked"
+        of_all = self.embeddings.specs, "device", "device", "shared", "stacked"
         given = new.params.tables, lookup, changed, moves, inputs.weight
-        lookup, resent = map_fn(patch, roles, ("device", "stacked"))(*given)
+        lookup, resent = map_fn(patch, of_all, ("device", "stacked"))(*given)
         return new, {**metrics, **resent}, lookup
 
     def open_window(
@@ -409,7 +420,7 @@ class UpdateWithTables(Update):
     # The states of its parts, and their layout.
 
     def loss_input_types(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the types of what the loss function receives; see `Parts.loss_input_types`."""
+        """Return the types of what the loss function receives; see `Update.loss_input_types`."""
 
         def look_up(params: WithTables, batch: PyTree) -> PyTree:
             bags = self.embeddings.bags_of(batch)

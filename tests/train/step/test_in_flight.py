@@ -188,7 +188,7 @@ try:
         keeps = jax.make_array_from_process_local_data(rows, np.array([t == 10 and rank == 1]))
         params, state = step(params, state, keeps)
 except ValueError as error:
-    print(t, str(error).partition(" updates on ")[2].partition(", so")[0])
+    print(t, str(error).partition(" updates on ")[2].partition(": see")[0])
 
 # A step of a process's own devices is no affair of the others.
 @js.bounded

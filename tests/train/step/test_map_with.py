@@ -122,7 +122,7 @@ def test_what_communicates_in_the_loss_is_refused():
         ('`model_state`="broadcast"', loss_fn, {"model_state": "broadcast"}),
     ]
     for message, loss, options in wrong:
-        with pytest.raises(ValueError, match=f'"vmap" maps the loss alone, and {message}'):
+        with pytest.raises(ValueError, match=f'"vmap" maps the loss, in which {message}'):
             js.make_train_step(
                 loss, optax.sgd(0.1), mesh=mesh, map_with="vmap", **PARTS["sync"](), **options
             )
@@ -153,7 +153,7 @@ def test_what_a_local_step_sends_under_vmap_is_named_once(mesh_of, door, mode):
         parts = {"get_params": lambda state: state, "set_params": lambda state, params: params}
         step = js.with_exchange(train_step, sync, **parts, **options)
     state = step.init(weights)
-    with pytest.warns(UserWarning, match='A local step sends .*over replica.*"vmap"') as told:
+    with pytest.warns(UserWarning, match="A local step sends .*over replica.*`vmap`") as told:
         state, _ = step(state, batch)
     assert len(told) == 1
     with warnings.catch_warnings():

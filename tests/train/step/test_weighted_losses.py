@@ -209,7 +209,7 @@ def test_with_tables_a_pair_is_refused():
 
     step = tables.step_of(1, loss_fn=pair, gradients=js.all_reduce_gradients("replica"))
     state = step.init(tables.DENSE)
-    with pytest.raises(ValueError, match="`loss_fn` of a step with `embeddings`"):
+    with pytest.raises(ValueError, match="`loss_fn` with `embeddings`"):
         step(state, tables.batches(1)[0])
 
 
