@@ -137,8 +137,6 @@ class LibraryUpdate:
 
         return [leaves[i] for i in places], join
 
-    step = __call__
-
     def scan(
         self,
         state: ReplicaState,
@@ -364,6 +362,8 @@ class ExchangingStep:
         if communicate is True:
             self._phases.advance(state, new)
         return new, results
+
+    step = __call__
 
     def scan(
         self, state: ReplicaState, *batches: PyTree, weight: Any = None
