@@ -1,6 +1,8 @@
-"""What a run remembers of its exchanges, in the form of another algorithm, by names of leaves.
+"""Conversion of a saved state, on the host, to the form that a run has now.
 
-Conversion of a saved state, on the host, to the form that a run has now.
+A run may have another number of replicas, other stages, or another algorithm than the checkpoint.
+Leaves are found by their names. What the algorithm remembers goes on where names, shapes and dtypes
+are the same; the rest begins anew or is dropped.
 """
 
 import math
@@ -38,145 +40,12 @@ from ._stages import (
     to_stage_buffers,
 )
 
-FLIGHT = re.compile(r"exchange/local/(base/)*in_flight/")
-_OUTER = re.compile(rf"{SHARED}(?:base/)*outer(?=/|$)")
-_NUM_LISTED = 5
-
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-def convert_exchange_state(
-    wanted: Mapping[str, LeafRecord],
-    saved: Mapping[str, Any],
-    params: Shapes,
-    init_arrays: Callable[[], Mapping[str, Any]],
-    *,
-    keeps_flight: bool,
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the arrays of another algorithm, and sentences that say what was begun or dropped.
-
-    Args:
-      wanted: its leaves by name.
-      saved: the arrays of a checkpoint by name, stacked for the replicas that it has.
-      params: the shapes of the parameters by name.
-      init_arrays: function that returns the first arrays of all leaves, for the saved parameters.
-      keeps_flight: whether what is in flight can arrive: nothing but the replicas has changed.
-    """
-    remaining, notes = dict(saved), []
-    drops_flight = not keeps_flight and any(map(FLIGHT.match, saved))
-    if drops_flight:
-        remaining = {name: x for name, x in saved.items() if not FLIGHT.match(name)}
-        notes.append("What was in flight is dropped.")
-    before, shapes = remaining.keys(), {name: leaf.own_shape for name, leaf in wanted.items()}
-    remaining = _regroup_fragments(shapes, remaining, params)
-    if remaining.keys() != before:
-        notes.append(
-            "The state of the outer optimizer goes on in other fragments; counts are the largest."
-        )
-    found, fresh_names = {}, []
-    for name, leaf in wanted.items():
-        x = remaining.get(name)
-        if x is not None and (_own_shape(name, x), x.dtype) == (leaf.own_shape, leaf.dtype):
-            found[name] = remaining.pop(name)
-        else:
-            fresh_names.append(name)
-    initial = init_arrays() if fresh_names else {}
-    for name in fresh_names:
-        found[name] = x = initial[name]
-        if (
-            "/sent/reference" in name
-            and (anchor := found.get(_anchor_name(name, wanted))) is not None
-        ):
-            # Replicas measure from the anchor, so that the way since the last slow step counts.
-            found[name] = np.broadcast_to(anchor, x.shape).astype(x.dtype)
-    lost = [name for name in remaining if "/sent/residual" in name]
-    if lost and not any("/sent/residual" in name for name in wanted):
-        notes.append("What the codec had not sent is dropped.")
-    dropped = [name for name in remaining if name not in lost]
-    fresh_names = [name for name in fresh_names if not (drops_flight and FLIGHT.match(name))]
-    for names, text in ((dropped, "is dropped"), (fresh_names, "begins anew")):
-        trees = [*dict.fromkeys(_tree_and_param(name, params)[0] for name in names)]
-        if trees:
-            more = f", and {len(trees) - _NUM_LISTED} more" if len(trees) > _NUM_LISTED else ""
-            notes.append(
-                f"This run has another algorithm than the checkpoint; of its state "
-                f"{', '.join(trees[:_NUM_LISTED])}{more} {text}."
-            )
-    return found, notes
-
-
-def _regroup_fragments(wanted: Shapes, saved: dict[str, Any], params: Shapes) -> dict[str, Any]:
-    """Return saved arrays, states of outer optimizers by the names of other fragments.
-
-    Trees like the parameters, such as momentum, have one order whatever the fragments are. Of other
-    leaves, such as counts, each fragment has its own: all get the largest.
-    """
-    for prefix in dict.fromkeys(m[0] for name in wanted if (m := _OUTER.match(name))):
-        old, new = (
-            {name: x for name, x in shapes.items() if (m := _OUTER.match(name)) and m[0] == prefix}
-            for shapes in ({name: x.shape for name, x in saved.items()}, wanted)
-        )
-        is_part = re.compile(rf"{prefix}/(moments/\d+|rest/\d+/\d+$)").match
-        if old.keys() == new.keys() or not any(map(is_part, [*old, *new])):
-            continue
-        (trees, rest), (new_trees, new_rest) = (
-            _group_by_tree(x, prefix, params) for x in (old, new)
-        )
-        if [*map(list, trees)] != [*map(list, new_trees)] or len(rest) != len(new_rest):
-            continue  # another optimizer
-        found = {name: x for name, x in saved.items() if name not in old}
-        for tree, new_tree in zip(trees, new_trees, strict=True):
-            found |= {new_tree[param]: saved[name] for param, name in tree.items()}
-        for names, new_names in zip(rest, new_rest, strict=True):
-            largest = np.max([saved[name] for name in names], axis=0)
-            found |= dict.fromkeys(new_names, largest)
-        saved = found
-    return saved
-
-
-def _group_by_tree(
-    shapes: Shapes, prefix: str, params: Shapes
-) -> tuple[Sequence[dict[str, str]], Sequence[list[str]]]:
-    """Return the names in each tree like the parameters, and those of each other leaf.
-
-    A tree maps names of parameters; another leaf has a name for each fragment.
-    """
-    trees: dict[str, dict[str, str]] = {}
-    rest: dict[str, list[str]] = {}
-    for name, shape in shapes.items():
-        tree, param = _tree_and_param(name, params)
-        if params.get(param) == shape:
-            trees.setdefault(tree, {})[param] = name
-        else:
-            of_fragment = re.fullmatch(rf"{prefix}/rest/\d+/(\d+)", name)
-            rest.setdefault(of_fragment[1] if of_fragment else name, []).append(name)
-    return [*trees.values()], [*rest.values()]
-
-
-def _tree_and_param(name: str, params: Shapes) -> tuple[str, str]:
-    """Return the name of the tree in which a leaf mirrors a parameter, and of that; "" if none."""
-    if [*params] == ["(root)"]:  # the parameters are one array, without a name
-        return name, "(root)"
-    param = matching_suffix(name, params)
-    return (name.removesuffix(f"/{param}"), param) if param else (name, "")
-
-
-def _own_shape(name: str, x: Any) -> tuple[int, ...]:
-    return x.shape if name.startswith(SHARED) else x.shape[1:]
-
-
-def _anchor_name(reference: str, names: Mapping[str, Any]) -> str:
-    """Return the name of the anchor whose algorithm has this reference."""
-    before, _, leaf = reference.partition("sent/reference")
-    levels = before.count("base/")
-    # A guard counts what it has refused, and has no shared state of its own.
-    guards = sum(f"exchange/local/{'base/' * i}refused" in names for i in range(levels))
-    return f"{SHARED}{'base/' * (levels - guards)}anchor{leaf}"
-
-
 NUM_LISTED = 5  # differences in a message
 _EXCHANGE = "exchange/local", SHARED.rstrip("/")  # begin the names of leaves of the algorithm
 _OPTIMIZERS = "opt_state/", "exchange/gradients/"
+FLIGHT = re.compile(r"exchange/local/(base/)*in_flight/")
+_OUTER = re.compile(rf"{SHARED}(?:base/)*outer(?=/|$)")
 
 
 def convert_state(
@@ -249,14 +118,13 @@ def convert_state(
             view(state), parts, step.sync, algorithm, record.step, seed
         )
         state = step.from_train_state(result) if of_library else result
-        notes = [*others, *_exchange_notes(before.keys() & wanted.keys()), *notes]
+        kept = before.keys() & wanted.keys()
+        for pattern, text in _EXCHANGE_NOTES.items():
+            others += [text] * any(re.match(pattern, name) for name in kept)
+        notes = [*others, *notes]
     is_exact = record.replicas == now.replicas and not notes
     notes = [moved_note(record.layout, now.layout), *notes] if moves else notes
     return jax.tree.leaves(state), is_exact, notes
-
-
-def _exchange_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x for name, x in leaves.items() if name.startswith(_EXCHANGE)}
 
 
 def _leaves_by_new_name(
@@ -289,11 +157,15 @@ def _check_leaves(
             wrong.append(f"{name} is {texts[0]} in the checkpoint and {texts[1]} in this run")
     # Another model explains all the rest.
     if wrong := [text for text in wrong if text.startswith("params/")] or wrong:
-        more = f"; and {len(wrong) - NUM_LISTED} more" if len(wrong) > NUM_LISTED else ""
         raise CheckpointError(
             f"{path} is of another model, optimizer or gradient transform: "
-            f"{'; '.join(wrong[:NUM_LISTED])}{more}. Restore it with those that it was made with."
+            f"{_first_of(wrong, '; ')}."
         )
+
+
+def _first_of(texts: Sequence[str], separator: str) -> str:
+    more = [f"and {len(texts) - NUM_LISTED} more"] if len(texts) > NUM_LISTED else []
+    return separator.join([*texts[:NUM_LISTED], *more])
 
 
 def widen_dtype(leaf: LeafRecord, now: LeafRecord) -> LeafRecord:
@@ -345,7 +217,7 @@ def _check_movable(
     if copies[0] != copies[-1]:
         raise CheckpointError(
             f"{path} has other tied parameters than this run: {sorted(copies[0] ^ copies[-1])} are "
-            "copies of others in one of the two. Restore it with those that it was made with."
+            "copies of others in one of the two."
         )
     wrong = [
         f"{leaf.name} {list(leaf.own_shape)}"
@@ -356,10 +228,16 @@ def _check_movable(
     ]
     if wrong:
         raise CheckpointError(
-            f"{path} was saved with parameters in other stages, or in none, and holds what cannot "
-            f"be distinguished by parameter: {', '.join(wrong)} in the states of gradient "
-            "transform and optimizer. Go on with the stages that it had."
+            f"{path} is from other stages, and holds what cannot be distinguished by parameter: "
+            f"{', '.join(wrong)}. Go on with the stages that it had."
         )
+
+
+# The state of another algorithm.
+
+
+def _exchange_leaves(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in leaves.items() if name.startswith(_EXCHANGE)}
 
 
 def _has_same_exchange(
@@ -394,40 +272,131 @@ def _init_exchange(
     return leaves_by_name({"exchange": in_model_form(exchange)})
 
 
-def _exchange_notes(names: Collection[str]) -> list[str]:
-    """Return sentences that say what became of leaves of exchanges on other replicas."""
-    notes = []
-    if any(re.match(rf"{SHARED}(base/)*anchor", name) for name in names):
+def convert_exchange_state(
+    wanted: Mapping[str, LeafRecord],
+    saved: Mapping[str, Any],
+    params: Shapes,
+    init_arrays: Callable[[], Mapping[str, Any]],
+    *,
+    keeps_flight: bool,
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the arrays of another algorithm, and sentences that say what was begun or dropped.
+
+    Args:
+      wanted: its leaves by name.
+      saved: the arrays of a checkpoint by name, stacked for the replicas that it has.
+      params: the shapes of the parameters by name.
+      init_arrays: function that returns the first arrays of all leaves, for the saved parameters.
+      keeps_flight: whether what is in flight can arrive: nothing but the replicas has changed.
+    """
+    remaining, notes = dict(saved), list[str]()
+    drops_flight = not keeps_flight and any(map(FLIGHT.match, saved))
+    if drops_flight:
+        remaining = {name: x for name, x in saved.items() if not FLIGHT.match(name)}
+        notes.append("What was in flight is dropped.")
+    before, shapes = remaining.keys(), {name: leaf.own_shape for name, leaf in wanted.items()}
+    remaining = _regroup_fragments(shapes, remaining, params)
+    if remaining.keys() != before:
         notes.append(
-            "The anchor and the state of the outer optimizer (slow momentum) are kept exactly."
+            "The state of the outer optimizer goes on in other fragments; counts are the largest."
         )
-    if any(re.match("exchange/local/(base/)*anchor", name) for name in names):
-        notes.append(
-            "Each replica had an anchor and slow momentum of its own (`exact_average=False`, or "
-            "js.noloco): they were averaged."
+    found, fresh_names = {}, []
+    for name, leaf in wanted.items():
+        x = remaining.get(name)
+        if x is not None and (_own_shape(name, x), x.dtype) == (leaf.own_shape, leaf.dtype):
+            found[name] = remaining.pop(name)
+        else:
+            fresh_names.append(name)
+    initial = init_arrays() if fresh_names else {}
+    for name in fresh_names:
+        found[name] = x = initial[name]
+        anchor = found.get(_anchor_name(name, wanted)) if "/sent/reference" in name else None
+        if anchor is not None:
+            # Replicas measure from the anchor, so that the way since the last slow step counts.
+            found[name] = np.broadcast_to(anchor, x.shape).astype(x.dtype)
+    lost = [name for name in remaining if "/sent/residual" in name]
+    if lost and not any("/sent/residual" in name for name in wanted):
+        notes.append("What the codec had not sent is dropped.")
+    dropped = [name for name in remaining if name not in lost]
+    fresh_names = [name for name in fresh_names if not (drops_flight and FLIGHT.match(name))]
+    for names, text in ((dropped, "is dropped"), (fresh_names, "begins anew")):
+        trees = [*dict.fromkeys(_tree_and_param(name, params)[0] for name in names)]
+        if trees:
+            listed = _first_of(trees, ", ")
+            notes.append(f"The checkpoint has another algorithm; of its state {listed} {text}.")
+    return found, notes
+
+
+def _regroup_fragments(wanted: Shapes, saved: dict[str, Any], params: Shapes) -> dict[str, Any]:
+    """Return saved arrays, states of outer optimizers by the names of other fragments.
+
+    Trees like the parameters, such as momentum, have one order whatever the fragments are. Of other
+    leaves, such as counts, each fragment has its own: all get the largest.
+    """
+    for prefix in dict.fromkeys(m[0] for name in wanted if (m := _OUTER.match(name))):
+        old, new = (
+            {name: x for name, x in shapes.items() if (m := _OUTER.match(name)) and m[0] == prefix}
+            for shapes in ({name: x.shape for name, x in saved.items()}, wanted)
         )
-    if any(re.match("exchange/local/(base/)*weight$", name) for name in names):
-        notes.append(
-            "Push-sum weights are 1 and nothing is in flight: both are part of the consensus. The "
-            "rotation of the graph goes on."
+        is_part = re.compile(rf"{prefix}/(moments/\d+|rest/\d+/\d+$)").match
+        if old.keys() == new.keys() or not any(map(is_part, [*old, *new])):
+            continue
+        (trees, rest), (new_trees, new_rest) = (
+            _group_by_tree(x, prefix, params) for x in (old, new)
         )
-    return notes
+        if [*map(list, trees)] != [*map(list, new_trees)] or len(rest) != len(new_rest):
+            continue  # another optimizer
+        found = {name: x for name, x in saved.items() if name not in old}
+        for tree, new_tree in zip(trees, new_trees, strict=True):
+            found |= {new_tree[param]: saved[name] for param, name in tree.items()}
+        for names, new_names in zip(rest, new_rest, strict=True):
+            largest = np.max([saved[name] for name in names], axis=0)
+            found |= dict.fromkeys(new_names, largest)
+        saved = found
+    return saved
 
 
-def broadcast_to_replicas(one: Any, replicas: int) -> Any:
-    """Return a view that stacks the same array for every replica."""
-    # A copy would multiply the memory of a large model, and each replica's part is read only once.
-    one = np.asarray(one)
-    return np.broadcast_to(one, (replicas, *one.shape))
+def _group_by_tree(
+    shapes: Shapes, prefix: str, params: Shapes
+) -> tuple[Sequence[dict[str, str]], Sequence[list[str]]]:
+    """Return the names in each tree like the parameters, and those of each other leaf.
+
+    A tree maps names of parameters; another leaf has a name for each fragment.
+    """
+    trees: dict[str, dict[str, str]] = {}
+    rest: dict[str, list[str]] = {}
+    for name, shape in shapes.items():
+        tree, param = _tree_and_param(name, params)
+        if params.get(param) == shape:
+            trees.setdefault(tree, {})[param] = name
+        else:
+            of_fragment = re.fullmatch(rf"{prefix}/rest/\d+/(\d+)", name)
+            rest.setdefault(of_fragment[1] if of_fragment else name, []).append(name)
+    return [*trees.values()], [*rest.values()]
 
 
-def replica_average(x: np.ndarray) -> np.ndarray:
-    """Return the mean over replicas of a floating leaf, or replica 0's values of other leaves."""
-    # Counters are equal on all replicas; keys and flags have no mean. Equal floats stay exact.
-    if not jnp.issubdtype(x.dtype, jnp.floating) or np.all(x == x[:1]):
-        return x[0]
-    # Half precision would lose digits in a sum of many replicas.
-    return np.mean(x.astype(np.float64), axis=0).astype(x.dtype)
+def _tree_and_param(name: str, params: Shapes) -> tuple[str, str]:
+    """Return the name of the tree in which a leaf mirrors a parameter, and of that; "" if none."""
+    if [*params] == ["(root)"]:  # the parameters are one array, without a name
+        return name, "(root)"
+    param = matching_suffix(name, params)
+    return (name.removesuffix(f"/{param}"), param) if param else (name, "")
+
+
+def _own_shape(name: str, x: Any) -> tuple[int, ...]:
+    return x.shape if name.startswith(SHARED) else x.shape[1:]
+
+
+def _anchor_name(reference: str, names: Mapping[str, Any]) -> str:
+    """Return the name of the anchor whose algorithm has this reference."""
+    before, _, leaf = reference.partition("sent/reference")
+    levels = before.count("base/")
+    # A guard counts what it has refused, and has no shared state of its own.
+    guards = sum(f"exchange/local/{'base/' * i}refused" in names for i in range(levels))
+    return f"{SHARED}{'base/' * (levels - guards)}anchor{leaf}"
+
+
+# Another number of replicas.
 
 
 def resize_replicas(
@@ -509,6 +478,22 @@ def consensus(params: PyTree, shares: Shares, replicas: int) -> PyTree:
     return jax.tree.map(mean, params, *(values for _, values in shares[1:]))
 
 
+def replica_average(x: np.ndarray) -> np.ndarray:
+    """Return the mean over replicas of a floating leaf, or replica 0's values of other leaves."""
+    # Counters are equal on all replicas; keys and flags have no mean. Equal floats stay exact.
+    if not jnp.issubdtype(x.dtype, jnp.floating) or np.all(x == x[:1]):
+        return x[0]
+    # Half precision would lose digits in a sum of many replicas.
+    return np.mean(x.astype(np.float64), axis=0).astype(x.dtype)
+
+
+def broadcast_to_replicas(one: Any, replicas: int) -> Any:
+    """Return a view that stacks the same array for every replica."""
+    # A copy would multiply the memory of a large model, and each replica's part is read only once.
+    one = np.asarray(one)
+    return np.broadcast_to(one, (replicas, *one.shape))
+
+
 def _is_scale(x: Any) -> bool:
     return isinstance(x, DynamicLossScaleState)
 
@@ -532,6 +517,16 @@ def _numbered_keys(data: Any, struct: Any, new: int) -> Any:
         return np.asarray(jax.random.key_data(numbered))
 
 
+# Sentences about leaves of exchanges on other replicas.
+_EXCHANGE_NOTES = {
+    rf"{SHARED}(base/)*anchor": "The anchor and slow momentum are kept exactly.",
+    "exchange/local/(base/)*anchor": "Anchor and slow momentum of its own, which each replica had, "
+    "were averaged.",
+    "exchange/local/(base/)*weight$": "Push-sum weights are 1 and nothing is in flight: both are "
+    "part of the consensus.",
+}
+
+
 def _resize_notes(state: TrainState, shares: Shares, new: int, *, has_keys: bool) -> list[str]:
     """Return sentences that say what `resize_replicas` did for `new` replicas."""
     weighted = " weighted with the push-sum weights" if np.ndim(shares[0][0]) else ""
@@ -544,8 +539,8 @@ def _resize_notes(state: TrainState, shares: Shares, new: int, *, has_keys: bool
     held = state.exchange.gradients, state.opt_state, state.model_state
     if any(jnp.issubdtype(x.dtype, jnp.floating) and x.size for x in jax.tree.leaves(held)):
         notes.append(
-            "Floating-point state of the gradient transform (error feedback), the optimizer and "
-            "the model was averaged over replicas; integers are replica 0's."
+            "Floats of the gradient transform (error feedback), the optimizer and the model were "
+            "averaged; integers are replica 0's."
         )
     if any(map(_is_scale, jax.tree.leaves(held, is_leaf=_is_scale))):
         notes.append("The loss scale and its counters are those of the replica with the least one.")

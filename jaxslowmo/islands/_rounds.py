@@ -48,7 +48,7 @@ from ._format import (
     split_like,
 )
 from ._optimizer import HostOptimizer
-from ._store import Clock, IslandsError, Store, StoreError, TooLargeError
+from ._store import IslandsError, Store, StoreError, TooLargeError
 
 _POLL_SECONDS = 0.05, 2.0  # the first and the longest pause between two looks at a round
 _PROGRESS_SECONDS = 30.0
@@ -149,7 +149,6 @@ class Rounds:
       optimizer: the outer optimizer.
       wire: how displacements travel.
       settings: what all islands must agree on; `run` and `digest` are those of the store's run.
-      clock: this machine's time.
       say: function that shows one line to the user.
 
     Attributes:
@@ -168,11 +167,10 @@ class Rounds:
         optimizer: HostOptimizer,
         wire: Wire,
         settings: Run,
-        clock: Clock,
         say: Callable[[str], None],
     ) -> None:
         self._store, self._rules, self._optimizer, self._wire = store, rules, optimizer, wire
-        self._settings, self._clock, self._say = settings, clock, say
+        self._settings, self._clock, self._say = settings, store.clock, say
         self._process = secrets.token_hex(8)
         self._pending_part: _PendingPart | None = None
         self._missed_last_round = False  # whether the last round was decided without this island
@@ -213,8 +211,8 @@ class Rounds:
             run = read_run(self._store)  # another island may just have begun it
             if run is None:
                 raise IslandsError(
-                    f"{self._store.url} holds rounds of a run and no {RUN}: was it removed? Put it "
-                    "back, or take an empty folder."
+                    f"{self._store.url} holds rounds of a run and no {RUN}: put it back, or take "
+                    "an empty folder."
                 )
         if run is None:
             if not _are_finite(start):
