@@ -16,7 +16,7 @@ from .._support.types import PyTree
 from ..embedding import Embeddings
 from ..train import ExchangingStep, ReplicaState, TrainState, TrainStep, update_count
 from ..transform import holds_state
-from ._convert import convert_state, widen_dtype
+from ._convert import Template, convert_state, widen_dtype
 from ._record import (
     CheckpointError,
     Record,
@@ -60,55 +60,6 @@ class Restored:
     extra: dict[str, Any]
     is_exact: bool
     notes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Template:
-    """The types and layouts of a fresh state of a training step.
-
-    Attributes:
-      train_step: the training step.
-      seed: seed of PRNG keys that are made anew.
-      structs: shapes, dtypes and shardings of the state.
-      record: the record of the state.
-      names: maps a parameter to the name that it may have in a checkpoint.
-    """
-
-    train_step: TrainStep | ExchangingStep
-    seed: int
-    structs: TrainState | ReplicaState
-    record: Record
-    names: Mapping[str, str]
-
-    @classmethod
-    def from_step(
-        cls,
-        train_step: TrainStep | ExchangingStep,
-        params: PyTree,
-        seed: int,
-        names: Any,
-        **others: PyTree,
-    ) -> "Template":
-        """Return the template of a step, whose arguments are those of `train_step.init`."""
-        if isinstance(train_step, ExchangingStep):
-            fresh, tables = train_step.init(params), None
-        else:
-            fresh, tables = train_step.init(params, seed=seed, **others), train_step.embeddings
-        structs: Any = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh
-        )
-        record = make_record(fresh, tables)
-        for array in jax.tree.leaves(fresh):  # free memory, which the restored state needs
-            array.delete()
-        return cls(train_step, seed, structs, record, names or {})
-
-    def state(self, stored: list[jax.Array]) -> Any:
-        """Return the state from its leaves as they are stored."""
-        leaves = zip(stored, self.record.leaves, strict=True)
-        return jax.tree.structure(self.structs).unflatten(
-            jax.random.wrap_key_data(x, impl=leaf.key_impl) if leaf.key_impl else x
-            for x, leaf in leaves
-        )
 
 
 def read_checkpoint(path: epath.Path, template: Template) -> Callable[[], Restored]:
@@ -155,9 +106,7 @@ def read_checkpoint(path: epath.Path, template: Template) -> Callable[[], Restor
             return Restored(record.step, template.state(arrays), record.extra, True, ())
 
         return finish
-    saved, is_exact, notes = convert_state(
-        path, record, now, structs, template.train_step, template.seed, template.names
-    )
+    saved, is_exact, notes = convert_state(path, record, template)
     state = template.state([place_array(x, to) for x, to in zip(saved, shardings, strict=True)])
     return lambda: Restored(record.step, state, record.extra, is_exact, tuple(notes))
 

@@ -8,6 +8,7 @@ are the same; the rest begins anew or is dropped.
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 from .._support.types import PyTree
 from ..gradients.precision import DynamicLossScaleState
 from ..mesh import Shares, fold_in_number
-from ..train import ExchangingStep, TrainState, TrainStep
+from ..train import ExchangingStep, ReplicaState, TrainState, TrainStep
 from ..transform import Algorithm, ParameterTransform, is_state_of, shift_copies
 from ..tree import in_model_form, matching_suffix
 from ._record import (
@@ -48,25 +49,64 @@ FLIGHT = re.compile(r"exchange/local/(base/)*in_flight/")
 _OUTER = re.compile(rf"{SHARED}(?:base/)*outer(?=/|$)")
 
 
+@dataclass(frozen=True)
+class Template:
+    """The types and layouts of a fresh state of a training step.
+
+    Attributes:
+      train_step: the training step.
+      seed: seed of PRNG keys that are made anew.
+      structs: shapes, dtypes and shardings of the state.
+      record: the record of the state.
+      names: maps a parameter to the name that it may have in a checkpoint.
+    """
+
+    train_step: TrainStep | ExchangingStep
+    seed: int
+    structs: TrainState | ReplicaState
+    record: Record
+    names: Mapping[str, str]
+
+    @classmethod
+    def from_step(
+        cls,
+        train_step: TrainStep | ExchangingStep,
+        params: PyTree,
+        seed: int,
+        names: Any,
+        **others: PyTree,
+    ) -> "Template":
+        """Return the template of a step, whose arguments are those of `train_step.init`."""
+        if isinstance(train_step, ExchangingStep):
+            fresh, tables = train_step.init(params), None
+        else:
+            fresh, tables = train_step.init(params, seed=seed, **others), train_step.embeddings
+        structs: Any = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh
+        )
+        record = make_record(fresh, tables)
+        for array in jax.tree.leaves(fresh):  # free memory, which the restored state needs
+            array.delete()
+        return cls(train_step, seed, structs, record, names or {})
+
+    def state(self, stored: list[jax.Array]) -> Any:
+        """Return the state from its leaves as they are stored."""
+        leaves = zip(stored, self.record.leaves, strict=True)
+        return jax.tree.structure(self.structs).unflatten(
+            jax.random.wrap_key_data(x, impl=leaf.key_impl) if leaf.key_impl else x
+            for x, leaf in leaves
+        )
+
+
 def convert_state(
-    path: epath.Path,
-    record: Record,
-    now: Record,
-    structs: Any,
-    step: TrainStep | ExchangingStep,
-    seed: int,
-    names: Mapping[str, str],
+    path: epath.Path, record: Record, template: Template
 ) -> tuple[list[Any], bool, list[str]]:
     """Return a saved state in the form of this run.
 
     Args:
       path: path of the checkpoint.
       record: its record.
-      now: record of a fresh state of this run.
-      structs: types of that state, a `TrainState` or a `ReplicaState`.
-      step: the training step.
-      seed: seed of PRNG keys that are made anew.
-      names: maps a parameter to the name that it may have in the checkpoint.
+      template: template of the state to restore.
 
     Returns:
       The leaves of the state as NumPy arrays, keys as their data; whether every value is as it was
@@ -78,13 +118,15 @@ def convert_state(
 
     Communication: none.
     """
+    step, now = template.train_step, template.record
+    structs: Any = template.structs
     of_library = isinstance(step, ExchangingStep)
     view: Callable[[Any], TrainState] = step.as_train_state if of_library else lambda state: state
     form, parts = in_model_form(structs), view(structs)
     wanted = {leaf.name: leaf for leaf in make_record(form).leaves}
     name_of = {id(x): name for name, x in zip(wanted, jax.tree.leaves(form), strict=True)}
     parameters = jax.tree.map(lambda x: name_of[id(x)], view(form).params)
-    before = _leaves_by_new_name(record, wanted, names)
+    before = _leaves_by_new_name(record, wanted, template.names)
     _check_leaves(path, before, wanted)
     moves = record.layout != now.layout
     layouts = [x for x in (record.layout, now.layout) if x] if moves else []
@@ -115,7 +157,7 @@ def convert_state(
     )
     if record.replicas != now.replicas:
         result, others = resize_replicas(
-            view(state), parts, step.sync, algorithm, record.step, seed
+            view(state), parts, step.sync, algorithm, record.step, template.seed
         )
         state = step.from_train_state(result) if of_library else result
         kept = before.keys() & wanted.keys()

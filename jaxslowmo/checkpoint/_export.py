@@ -32,7 +32,7 @@ from ._writing import (
 
 with needed_by("jaxslowmo.checkpoint"):
     from safetensors import deserialize
-    from safetensors.numpy import save
+    from safetensors import numpy as safetensors
 
 _FORMAT = 2  # 1 was a checkpoint of orbax
 _FORMAT_KEY = "jaxslowmo_consensus"
@@ -119,7 +119,7 @@ def _write(path: epath.Path, arrays: dict[str, np.ndarray], record: dict[str, An
     folder = unfinished_path(path, 0)
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        data = save(arrays)
+        data = safetensors.save(arrays)
         (folder / EXPORT_ARRAYS).write_bytes(data)
         dtypes = {name: x.dtype.name for name, x in arrays.items()}
         about = record | {"crc32": zlib.crc32(data), "dtypes": dtypes}

@@ -290,8 +290,8 @@ def read_versioned_json(
     if value[format_key] != number:
         # A damaged digit looks the same, so the error lets `fallback` try an older checkpoint.
         raise UnreadableError(
-            f"{path} has format {value[format_key]}, and this version of jaxslowmo reads {number}: "
-            f"use that which wrote it, {value.get('versions', 'another')}, or the file is damaged."
+            f"{path} has format {value[format_key]}, and this jaxslowmo reads format {number}: use "
+            f"that which wrote it, {value.get('versions', 'another')}, or the file is damaged."
         )
     return value
 

@@ -595,14 +595,9 @@ _OPTIONS = {
     "outer_optimizer": "algorithm", "num_replicas": "replicas",
 }  # fmt: skip
 _NAMES = {
-    *option_types(TrainConfig),
-    "processes",
-    "algorithms",
-    "seeds",
-    "step",
-    "tokens",
-    "temperature",
-    "top_k",
+    name
+    for cls in (TrainConfig, CompareConfig, LaunchConfig, SampleConfig)
+    for name in option_types(cls)
 }
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")  # of JSON
 _WORDS = {"true": True, "True": True, "false": False, "False": False}
@@ -738,20 +733,14 @@ def _pairs_of_yaml(text: str) -> Iterator[tuple[str, Any]]:
     import yaml  # only for such a file
 
     try:
-        events = [x for x in yaml.parse(text) if not isinstance(x, yaml.StreamStartEvent)]
+        root = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"is no YAML: {error}") from None
-    kinds = [type(event) for event in events]
-    scalars = events[2:-3]
-    if kinds == [yaml.StreamEndEvent]:  # an empty file
-        return
-    whole = kinds[:2] == [yaml.DocumentStartEvent, yaml.MappingStartEvent]
-    if not whole or kinds.count(yaml.DocumentStartEvent) > 1:
+    if not isinstance(root, yaml.MappingNode | None):  # None: an empty file
         raise ValueError("must be a mapping from names of options to values")
-    for event in scalars:
-        if not isinstance(event, yaml.ScalarEvent) or event.tag or event.anchor:
-            raise ValueError("must hold plain values, not lists, groups, tags or anchors")
-    for key, value in zip(scalars[::2], scalars[1::2], strict=True):
+    for key, value in root.value if root else ():
+        if not (isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode)):
+            raise ValueError("must hold plain values, not lists or groups")
         yield key.value, value.value if value.style else parse_scalar(value.value)
 
 

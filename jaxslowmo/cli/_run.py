@@ -1,6 +1,7 @@
-"""One training run: its checkpoints, programs, and loop with records, stops and rollbacks.
+"""`jaxslowmo train`: one training run, in one process or as one of several.
 
-`jaxslowmo train`: one training run, in one process or as one of several.
+A `Job` holds the programs of a configuration and the loop with its records, stops and rollbacks;
+`RunSaver` holds its checkpoints.
 """
 
 import contextlib
@@ -79,156 +80,122 @@ class RunResult:
         return self.status in ("interrupted", "preempted")
 
 
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """The progress of a run, which a checkpoint holds next to the training state.
+def train(config: TrainConfig) -> int:
+    """Train once, show the progress and a summary, and return the exit code.
 
-    Attributes:
-      step: number of steps done.
-      next_batch: index of the next batch; larger than `step` if a rollback skipped batches.
-      bytes_sent: bytes that each replica has sent.
-      best: best evaluation.
+    Raises:
+      CommandError: the options do not fit each other, the data, the devices or the other processes.
     """
+    if not is_one_of_several(config.cluster):
+        return _train(config, ALONE)
+    assert config.run.out is not None  # checked by the parent
+    set_cpu_devices(config, known_processes(config.cluster))
+    cluster, saved = join_cluster(config.cluster), RunFolder(config.run.out).describe_checkpoint
+    watch = Watch(cluster.index, cluster.count, config.cluster.stall_timeout, saved)
+    with propagate_failures(watch):
+        return _train(config, dataclasses.replace(cluster, watch=watch))
 
-    step: int = 0
-    next_batch: int = 0
-    bytes_sent: int = 0
-    best: Best = dataclasses.field(default_factory=Best)
+
+def _train(config: TrainConfig, cluster: Cluster) -> int:
+    with contextlib.ExitStack() as stack:
+        with argument_errors():
+            devices = choose_devices(config, cluster)
+            model, corpus = Model(config, devices.mesh), read_corpus(config.data.data)
+            text = Text(config, corpus, devices.mesh)
+            folder, config = stack.enter_context(open_run(config, corpus.fingerprint, cluster))
+            del corpus  # it may be large, and `text` is what this process needs of it
+            island = join_islands(config)
+            job = Job(config, devices, model, text, cluster=cluster, island=island)
+        if config.run.overwrite:  # only now: a wrong call should delete nothing
+            clear_folder(config, folder, cluster)
+        console = Console(quiet=not cluster.is_first)
+        if config.cluster.process_logs and not cluster.is_first:
+            path = folder / "logs" / f"process-{cluster.index}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            log = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
+            console = Console(file=log)
+        name, size = job.label, format_count(job.num_parameters)
+        print_lines(console, f"{name}, {size} parameters, {devices.description}", text.description)
+        reporter = Reporter(console, name, config.run.steps, would=devices.is_virtual)
+        result = job.run(config, folder, reporter, saves=True)
+        if island is not None and cluster.is_first:
+            print_lines(console, f"Island {island.name}: {island.report()}")
+        if cluster.is_first:
+            from ._figures import draw_loss  # loads matplotlib
+
+            draw_loss(result.records, result.summary, folder / "loss.png")
+        _conclude(console, result, folder)
+    return EXIT_CODES[result.status]
 
 
-class RunSaver(contextlib.AbstractContextManager):
-    """A context that saves a run in OUT/checkpoints.
+def _conclude(console: Console, result: RunResult, folder: RunFolder) -> None:
+    console.print(run_table(result.summary))
+    summary = result.summary
+    if result.statistics:
+        print_lines(console, str(result.statistics))
+    if result.status == "diverged":
+        advice = "lower --learning-rate or lengthen --warmup"
+        print_lines(console, f"The loss is not finite at step {summary['steps']}: {advice}.")
+    if summary["stopped_early"]:
+        loss = format_loss(summary["best_validation_loss"])
+        best = f"the smallest validation loss, {loss}, was that of step {summary['best_step']}"
+        print_lines(
+            console, f"Stopped early: {best}. A resumed run with a larger patience goes on."
+        )
+    if result.got_signal and result.saved is not None:
+        print_lines(console, f"Saved at step {result.saved}; --resume goes on from there.")
+    print_lines(console, f"Results in {folder.path}")
 
-    A failed save is a warning, and the next one is tried. Several failures in a row end the run,
-    and so does a failure of the last save. orbax is imported with the first checkpoint: a run
-    without checkpoints does not need it.
 
-    Args:
-      job: job of the run, whose states are saved.
-      config: configuration of the run.
-      folder: folder of the run.
-      params: one copy of the initial parameters.
+def dry_run(config: TrainConfig) -> int:
+    """Print the placement of a run and the collectives of its steps; return the exit code.
 
-    Attributes:
-      last: step of the newest complete checkpoint of this run; None without one.
+    Nothing is trained and no text is read: programs are traced for the available devices.
+
+    Raises:
+      CommandError: `train` would refuse the options, or there are too few devices.
     """
+    console = Console()
+    with argument_errors():
+        devices = choose_devices(config)
+        model = Model(config, devices.mesh)
+        step = make_step(config, model.loss_fn, devices.mesh)
+        state = step.init(model.init(config.data.seed), seed=config.data.seed)
 
-    def __init__(self, job: "Job", config: TrainConfig, folder: RunFolder, params: Any) -> None:
-        self._job, self._config, self._folder, self._params = job, config, folder, params
-        self._saving_step: int | None = None
-        self._failures = 0
-        self.last: int | None = None
+    def on_a_device(tree: Any) -> str:
+        leaves = jax.tree.leaves(tree)
+        if devices.is_virtual:
+            return format_bytes(sum(x.nbytes for x in leaves) // config.mesh.num_replicas)
+        return format_bytes(sum(x.addressable_shards[0].data.nbytes for x in leaves))
 
-    @functools.cached_property
-    def _checkpoints(self) -> "Checkpoints":
-        from jaxslowmo.checkpoint import Checkpoints
-
-        keep = self._config.checkpoint.keep
-        checkpoints = Checkpoints(self._folder / "checkpoints", keep=keep)
-        if self._job.cluster.watch is not None:
-            self._job.cluster.watch.watch_save(checkpoints.written)
-        return checkpoints
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # After an error in one process the others may never finish a save.
-        if error is not None and self._job.cluster.count > 1:
-            return
-        try:
-            self._wait_for_save(is_last=True)
-        except CommandError as failed:
-            if error is None:
-                raise
-            # The earlier error is raised; this one is only printed.
-            print(f"warning: {failed}", file=sys.stderr, flush=True)
-
-    def save(self, state: js.TrainState, progress: Progress, *, wait: bool = False) -> None:
-        """Save the run, in the background unless `wait`.
-
-        Raises:
-          CommandError: too many saves in a row have failed; with `wait`, this one has.
-        """
-        if progress.step not in (self.last, self._saving_step):
-            self._wait_for_save()  # raises or warns if the previous save failed
-            extra = {
-                "config": to_file(self._config),
-                "corpus": self._job.text.fingerprint,
-                "progress": dataclasses.asdict(progress),
-            }
-            try:
-                self._checkpoints.save(progress.step, state, extra=extra)
-                self._saving_step = progress.step
-            except Exception as error:
-                self._handle_failed_save(error, is_last=wait)
-        if wait:
-            self._wait_for_save(is_last=True)
-
-    def check_save(self) -> None:
-        """Warn now, and not when the next save is due, if the save in progress has failed.
-
-        A failure that ends the run waits for that save, where all processes meet.
-        """
-        if self._saving_step is None or self._checkpoints.failure is None:
-            return
-        is_final = self._failures + 1 >= self._config.checkpoint.max_failed_saves
-        if not is_final and self._saving_step != self._config.run.steps:
-            self._wait_for_save()
-
-    def _wait_for_save(self, *, is_last: bool = False) -> None:
-        """Wait for the save in progress.
-
-        Raises:
-          CommandError: it has failed, and it was the last save or too many failed before it.
-        """
-        if self._saving_step is None:
-            return
-        saving_step, self._saving_step = self._saving_step, None
-        try:
-            self._checkpoints.wait()
-            self.last, self._failures = saving_step, 0
-        except Exception as error:
-            self._handle_failed_save(error, is_last=is_last)
-
-    def _handle_failed_save(self, error: Any, *, is_last: bool) -> None:
-        from jaxslowmo.checkpoint import CheckpointError, UnansweredError
-
-        # If a file server does not answer, other processes may see another result of the save.
-        is_alike = isinstance(error, CheckpointError) and not isinstance(error, UnansweredError)
-        if not is_alike or is_peer_failure(error):
-            raise error
-        self._failures += 1
-        what = f"{error.reason}; {self._folder.describe_checkpoint()}"
-        if is_last or self._failures >= self._config.checkpoint.max_failed_saves:
-            rows = f"; {self._failures} saves in a row have failed" if self._failures > 1 else ""
-            raise CommandError(what + rows, code_of(error)) from error
-        if self._job.cluster.is_first:
-            line = f"warning: {what}; training goes on, and the next save is tried"
-            print(line, file=sys.stderr, flush=True)
-
-    def restore_newest(self) -> tuple[js.TrainState, Progress, tuple[str, ...]] | None:
-        """Return state and progress of the newest checkpoint, and notes on what has changed.
-
-        Return None without a checkpoint.
-
-        Raises:
-          CommandError: the checkpoint is damaged, or does not fit.
-        """
-        self._wait_for_save()
-        if not (self._folder / "checkpoints").exists() or not self._checkpoints.steps():
-            return None
-        from jaxslowmo.checkpoint import CheckpointError
-
-        try:
-            restored = self._checkpoints.restore(
-                self._job.step,
-                self._params,
-                seed=self._config.data.seed,
-                fallback=self._config.checkpoint.fallback,
-                names=self._job.model.other_names(),
-            )
-        except CheckpointError as error:
-            refuse_to_resume(error)
-        self.last, done = restored.step, restored.extra["progress"]
-        return restored.state, Progress(**done | {"best": Best(**done["best"])}), restored.notes
+    facts = {
+        "devices": devices.description,
+        "parameters": format_count(num_parameters(model.config)),
+        "parameters on a device": on_a_device(state.params),
+        "optimizer on a device": on_a_device(state.opt_state),
+        "algorithm on a device": on_a_device(state.exchange),
+        "windows of a replica in a step": str(config.data.batch),
+    }
+    if model.schedule is not None and model.parts is not None:
+        schedule, executor = model.schedule, config.mesh.executor
+        timed = schedule.simulate(lockstep=executor == "one_program")
+        stages = [
+            " and ".join(f"{start} to {end - 1}" for start, end in ranges) for ranges in model.parts
+        ]
+        facts |= {
+            "microbatches": str(schedule.num_microbatches),
+            "layers of each stage": "; ".join(stages),
+            "schedule": schedule.name,
+            "executor": executor,
+            "bubble, equal costs": f"{timed.bubble:.1%}",
+            "microbatches that a stage holds": ", ".join(map(str, schedule.stash)),
+        }
+    console.print(facts_table(facts, title=config.algorithm.algorithm))
+    rows = config.mesh.num_replicas * config.data.batch
+    batch = np.zeros((rows, model.config.context_length + 1), np.uint8)
+    print_lines(console, "What a step sends, as bytes that go into each collective on one device:")
+    print_lines(console, str(report_collectives(step, state, batch)))
+    return 0
 
 
 class Job:
@@ -468,119 +435,153 @@ def _has_refusal(state: js.TrainState) -> bool:
 _all_finite = jax.jit(all_finite)
 
 
-def train(config: TrainConfig) -> int:
-    """Train once, show the progress and a summary, and return the exit code.
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The progress of a run, which a checkpoint holds next to the training state.
 
-    Raises:
-      CommandError: the options do not fit each other, the data, the devices or the other processes.
+    Attributes:
+      step: number of steps done.
+      next_batch: index of the next batch; larger than `step` if a rollback skipped batches.
+      bytes_sent: bytes that each replica has sent.
+      best: best evaluation.
     """
-    if not is_one_of_several(config.cluster):
-        return _train(config, ALONE)
-    assert config.run.out is not None  # checked by the parent
-    set_cpu_devices(config, known_processes(config.cluster))
-    cluster, saved = join_cluster(config.cluster), RunFolder(config.run.out).describe_checkpoint
-    watch = Watch(cluster.index, cluster.count, config.cluster.stall_timeout, saved)
-    with propagate_failures(watch):
-        return _train(config, dataclasses.replace(cluster, watch=watch))
+
+    step: int = 0
+    next_batch: int = 0
+    bytes_sent: int = 0
+    best: Best = dataclasses.field(default_factory=Best)
 
 
-def _train(config: TrainConfig, cluster: Cluster) -> int:
-    with contextlib.ExitStack() as stack:
-        with argument_errors():
-            devices = choose_devices(config, cluster)
-            model, corpus = Model(config, devices.mesh), read_corpus(config.data.data)
-            text = Text(config, corpus, devices.mesh)
-            folder, config = stack.enter_context(open_run(config, corpus.fingerprint, cluster))
-            del corpus  # it may be large, and `text` is what this process needs of it
-            island = join_islands(config)
-            job = Job(config, devices, model, text, cluster=cluster, island=island)
-        if config.run.overwrite:  # only now: a wrong call should delete nothing
-            clear_folder(config, folder, cluster)
-        console = Console(quiet=not cluster.is_first)
-        if config.cluster.process_logs and not cluster.is_first:
-            path = folder / "logs" / f"process-{cluster.index}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            log = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
-            console = Console(file=log)
-        name, size = job.label, format_count(job.num_parameters)
-        print_lines(console, f"{name}, {size} parameters, {devices.description}", text.description)
-        reporter = Reporter(console, name, config.run.steps, would=devices.is_virtual)
-        result = job.run(config, folder, reporter, saves=True)
-        if island is not None and cluster.is_first:
-            print_lines(console, f"Island {island.name}: {island.report()}")
-        if cluster.is_first:
-            from ._figures import draw_loss  # loads matplotlib
+class RunSaver(contextlib.AbstractContextManager):
+    """A context that saves a run in OUT/checkpoints.
 
-            draw_loss(result.records, result.summary, folder / "loss.png")
-        _conclude(console, result, folder)
-    return EXIT_CODES[result.status]
+    A failed save is a warning, and the next one is tried. Several failures in a row end the run,
+    and so does a failure of the last save. orbax is imported with the first checkpoint: a run
+    without checkpoints does not need it.
 
+    Args:
+      job: job of the run, whose states are saved.
+      config: configuration of the run.
+      folder: folder of the run.
+      params: one copy of the initial parameters.
 
-def _conclude(console: Console, result: RunResult, folder: RunFolder) -> None:
-    console.print(run_table(result.summary))
-    summary = result.summary
-    if result.statistics:
-        print_lines(console, str(result.statistics))
-    if result.status == "diverged":
-        advice = "lower --learning-rate or lengthen --warmup"
-        print_lines(console, f"The loss is not finite at step {summary['steps']}: {advice}.")
-    if summary["stopped_early"]:
-        loss = format_loss(summary["best_validation_loss"])
-        best = f"the smallest validation loss, {loss}, was that of step {summary['best_step']}"
-        print_lines(
-            console, f"Stopped early: {best}. A resumed run with a larger patience goes on."
-        )
-    if result.got_signal and result.saved is not None:
-        print_lines(console, f"Saved at step {result.saved}; --resume goes on from there.")
-    print_lines(console, f"Results in {folder.path}")
-
-
-def dry_run(config: TrainConfig) -> int:
-    """Print the placement of a run and the collectives of its steps; return the exit code.
-
-    Nothing is trained and no text is read: programs are traced for the available devices.
-
-    Raises:
-      CommandError: `train` would refuse the options, or there are too few devices.
+    Attributes:
+      last: step of the newest complete checkpoint of this run; None without one.
     """
-    console = Console()
-    with argument_errors():
-        devices = choose_devices(config)
-        model = Model(config, devices.mesh)
-        step = make_step(config, model.loss_fn, devices.mesh)
-        state = step.init(model.init(config.data.seed), seed=config.data.seed)
 
-    def on_a_device(tree: Any) -> str:
-        leaves = jax.tree.leaves(tree)
-        if devices.is_virtual:
-            return format_bytes(sum(x.nbytes for x in leaves) // config.mesh.num_replicas)
-        return format_bytes(sum(x.addressable_shards[0].data.nbytes for x in leaves))
+    def __init__(self, job: "Job", config: TrainConfig, folder: RunFolder, params: Any) -> None:
+        self._job, self._config, self._folder, self._params = job, config, folder, params
+        self._saving_step: int | None = None
+        self._failures = 0
+        self.last: int | None = None
 
-    facts = {
-        "devices": devices.description,
-        "parameters": format_count(num_parameters(model.config)),
-        "parameters on a device": on_a_device(state.params),
-        "optimizer on a device": on_a_device(state.opt_state),
-        "algorithm on a device": on_a_device(state.exchange),
-        "windows of a replica in a step": str(config.data.batch),
-    }
-    if model.schedule is not None and model.parts is not None:
-        schedule, executor = model.schedule, config.mesh.executor
-        timed = schedule.simulate(lockstep=executor == "one_program")
-        stages = [
-            " and ".join(f"{start} to {end - 1}" for start, end in ranges) for ranges in model.parts
-        ]
-        facts |= {
-            "microbatches": str(schedule.num_microbatches),
-            "layers of each stage": "; ".join(stages),
-            "schedule": schedule.name,
-            "executor": executor,
-            "bubble, equal costs": f"{timed.bubble:.1%}",
-            "microbatches that a stage holds": ", ".join(map(str, schedule.stash)),
-        }
-    console.print(facts_table(facts, title=config.algorithm.algorithm))
-    rows = config.mesh.num_replicas * config.data.batch
-    batch = np.zeros((rows, model.config.context_length + 1), np.uint8)
-    print_lines(console, "What a step sends, as bytes that go into each collective on one device:")
-    print_lines(console, str(report_collectives(step, state, batch)))
-    return 0
+    @functools.cached_property
+    def _checkpoints(self) -> "Checkpoints":
+        from jaxslowmo.checkpoint import Checkpoints
+
+        keep = self._config.checkpoint.keep
+        checkpoints = Checkpoints(self._folder / "checkpoints", keep=keep)
+        if self._job.cluster.watch is not None:
+            self._job.cluster.watch.watch_save(checkpoints.written)
+        return checkpoints
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # After an error in one process the others may never finish a save.
+        if error is not None and self._job.cluster.count > 1:
+            return
+        try:
+            self._wait_for_save(is_last=True)
+        except CommandError as failed:
+            if error is None:
+                raise
+            # The earlier error is raised; this one is only printed.
+            print(f"warning: {failed}", file=sys.stderr, flush=True)
+
+    def save(self, state: js.TrainState, progress: Progress, *, wait: bool = False) -> None:
+        """Save the run, in the background unless `wait`.
+
+        Raises:
+          CommandError: too many saves in a row have failed; with `wait`, this one has.
+        """
+        if progress.step not in (self.last, self._saving_step):
+            self._wait_for_save()  # raises or warns if the previous save failed
+            extra = {
+                "config": to_file(self._config),
+                "corpus": self._job.text.fingerprint,
+                "progress": dataclasses.asdict(progress),
+            }
+            try:
+                self._checkpoints.save(progress.step, state, extra=extra)
+                self._saving_step = progress.step
+            except Exception as error:
+                self._handle_failed_save(error, is_last=wait)
+        if wait:
+            self._wait_for_save(is_last=True)
+
+    def check_save(self) -> None:
+        """Warn now, and not when the next save is due, if the save in progress has failed.
+
+        A failure that ends the run waits for that save, where all processes meet.
+        """
+        if self._saving_step is None or self._checkpoints.failure is None:
+            return
+        is_final = self._failures + 1 >= self._config.checkpoint.max_failed_saves
+        if not is_final and self._saving_step != self._config.run.steps:
+            self._wait_for_save()
+
+    def _wait_for_save(self, *, is_last: bool = False) -> None:
+        """Wait for the save in progress.
+
+        Raises:
+          CommandError: it has failed, and it was the last save or too many failed before it.
+        """
+        if self._saving_step is None:
+            return
+        saving_step, self._saving_step = self._saving_step, None
+        try:
+            self._checkpoints.wait()
+            self.last, self._failures = saving_step, 0
+        except Exception as error:
+            self._handle_failed_save(error, is_last=is_last)
+
+    def _handle_failed_save(self, error: Any, *, is_last: bool) -> None:
+        from jaxslowmo.checkpoint import CheckpointError, UnansweredError
+
+        # If a file server does not answer, other processes may see another result of the save.
+        is_alike = isinstance(error, CheckpointError) and not isinstance(error, UnansweredError)
+        if not is_alike or is_peer_failure(error):
+            raise error
+        self._failures += 1
+        what = f"{error.reason}; {self._folder.describe_checkpoint()}"
+        if is_last or self._failures >= self._config.checkpoint.max_failed_saves:
+            rows = f"; {self._failures} saves in a row have failed" if self._failures > 1 else ""
+            raise CommandError(what + rows, code_of(error)) from error
+        if self._job.cluster.is_first:
+            line = f"warning: {what}; training goes on, and the next save is tried"
+            print(line, file=sys.stderr, flush=True)
+
+    def restore_newest(self) -> tuple[js.TrainState, Progress, tuple[str, ...]] | None:
+        """Return state and progress of the newest checkpoint, and notes on what has changed.
+
+        Return None without a checkpoint.
+
+        Raises:
+          CommandError: the checkpoint is damaged, or does not fit.
+        """
+        self._wait_for_save()
+        if not (self._folder / "checkpoints").exists() or not self._checkpoints.steps():
+            return None
+        from jaxslowmo.checkpoint import CheckpointError
+
+        try:
+            restored = self._checkpoints.restore(
+                self._job.step,
+                self._params,
+                seed=self._config.data.seed,
+                fallback=self._config.checkpoint.fallback,
+                names=self._job.model.other_names(),
+            )
+        except CheckpointError as error:
+            refuse_to_resume(error)
+        self.last, done = restored.step, restored.extra["progress"]
+        return restored.state, Progress(**done | {"best": Best(**done["best"])}), restored.notes

@@ -1,7 +1,5 @@
 """Processes that train together: how they join, watch each other, and end together.
 
-A thread ends a process whose main thread waits for another process that never comes.
-
 An exchange between processes runs in C++, where no signal handler of Python runs, and the failure
 of another process does not end it. So a process that fails leaves a note at the coordinator, and
 every process looks for such a note.
