@@ -345,7 +345,8 @@ def convert_exchange_state(
     found, fresh_names = {}, []
     for name, leaf in wanted.items():
         x = remaining.get(name)
-        if x is not None and (_own_shape(name, x), x.dtype) == (leaf.own_shape, leaf.dtype):
+        first = 0 if name.startswith(SHARED) else 1  # the dimension after that of the replicas
+        if x is not None and (x.shape[first:], x.dtype) == (leaf.own_shape, leaf.dtype):
             found[name] = remaining.pop(name)
         else:
             fresh_names.append(name)
@@ -423,10 +424,6 @@ def _tree_and_param(name: str, params: Shapes) -> tuple[str, str]:
         return name, "(root)"
     param = matching_suffix(name, params)
     return (name.removesuffix(f"/{param}"), param) if param else (name, "")
-
-
-def _own_shape(name: str, x: Any) -> tuple[int, ...]:
-    return x.shape if name.startswith(SHARED) else x.shape[1:]
 
 
 def _anchor_name(reference: str, names: Mapping[str, Any]) -> str:

@@ -231,12 +231,12 @@ class MeshConfig:
         return {name: n for name, n in self.sizes.items() if name in MODEL_AXES}
 
     @property
-    def devices_of_a_replica(self) -> int:
+    def devices_per_replica(self) -> int:
         """The number of devices of one replica: the product of all axes but "replica"."""
         return math.prod(self.sizes.values()) // self.num_replicas
 
     @property
-    def shares_of_a_batch(self) -> int:
+    def batch_shards(self) -> int:
         """The number of parts of a replica's batch that its devices compute side by side."""
         return self.sizes.get("device", 1) * self.sizes.get("fsdp", 1)
 
@@ -365,7 +365,7 @@ class _TrainingConfig:
     @property
     def rows(self) -> int:
         """The windows of one forward pass on each group of devices that splits a model."""
-        return self.data.batch // (self.data.accumulate * self.mesh.shares_of_a_batch)
+        return self.data.batch // (self.data.accumulate * self.mesh.batch_shards)
 
     @property
     def num_microbatches(self) -> int:
@@ -394,7 +394,7 @@ class _TrainingConfig:
     def check(self) -> None:
         """Raise `ArgumentError` for values that do not go together."""
         _require("overwrite", not self.run.overwrite or self.run.out, "needs `out`, a folder")
-        shares = self.data.accumulate * self.mesh.shares_of_a_batch
+        shares = self.data.accumulate * self.mesh.batch_shards
         rule = f"must be a multiple of {shares}, `accumulate` times the devices that split it"
         _require("batch", not self.data.batch % shares, rule, self.data.batch)
         rule = f"must divide the {self.rows} windows that devices compute together"
@@ -583,7 +583,7 @@ def _require(name: str, is_right: object, rule: str, value: object = None) -> No
 
 _TYRO = (tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName)
 # How a run was started: the next one starts in its own way.
-_OF_A_START = (
+_START_OPTIONS = (
     "config", "out", "resume", "fallback", "overwrite", "dry_run", "coordinator",
     "coordinator_bind", "num_processes", "process_id",
 )  # fmt: skip
@@ -690,7 +690,7 @@ def _options_of_run(path: Path) -> dict[str, Any]:
 def to_file(config: Any) -> dict[str, Any]:
     """Return the values for config.json, without how this run was started."""
     return {
-        name: value for name, value in flatten_options(config).items() if name not in _OF_A_START
+        name: value for name, value in flatten_options(config).items() if name not in _START_OPTIONS
     }
 
 

@@ -292,13 +292,12 @@ class Job:
                 self._recorder = recorder
                 if restored:
                     past = past_schedule(config, done.step)
-                    reporter.print_lines(f"Resumed at step {done.step}.", *notes, *past)
+                    print_lines(reporter.console, f"Resumed at step {done.step}.", *notes, *past)
                     recorder.note(done.step, resumed=list(notes))
                 else:
                     if saves and options.resume:
-                        reporter.print_lines(
-                            f"There is no checkpoint in {folder.path}: from scratch."
-                        )
+                        nothing = f"There is no checkpoint in {folder.path}: from scratch."
+                        print_lines(reporter.console, nothing)
                     # All replicas start with the same parameters.
                     recorder.start(self.evaluate(self.step.consensus(state, whole=False)))
                 status, state = self._train(measured or self.step, state, done.step)

@@ -35,6 +35,7 @@ MAX_JSON = 1 << 20
 MAX_HEADER = 1 << 26  # bytes that may describe the arrays of an object, and of run.json
 _OWN_HEADER = 1 << 16  # those of them that name no array
 _HEADER_KEY = "islands"
+Shapes = Mapping[str, tuple[tuple[int, ...], Any]]  # shape and dtype of each array by name
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
@@ -297,22 +298,18 @@ class Wire:
 
     Attributes:
       shapes: name, shape and dtype of its array.
-      num_bytes: bytes of its array.
     """
 
     def __init__(self, codec: Codec | None, size: int) -> None:
         self._codec: Any = codec
         self._size = size
         self.error_feedback = codec is not None and codec.error_feedback
-        self.shapes: Mapping[str, tuple[tuple[int, ...], Any]]
-        if codec is None:
-            self.num_bytes, self.shapes = 4 * size, {"displacement": ((size,), np.float32)}
-            return
-        row = jax.ShapeDtypeStruct((1, size), np.float32)
-        self._packed = jax.eval_shape(codec.encode, row).shape
-        self._encode = jax.jit(codec.encode)
-        self.num_bytes = int(np.prod(self._packed))
-        self.shapes = {"codes": ((self.num_bytes,), np.uint8)}
+        self.shapes: Shapes = {"displacement": ((size,), np.float32)}
+        if codec is not None:
+            row = jax.ShapeDtypeStruct((1, size), np.float32)
+            self._packed = jax.eval_shape(codec.encode, row).shape
+            self._encode = jax.jit(codec.encode)
+            self.shapes = {"codes": ((math.prod(self._packed),), np.uint8)}
 
     def encode(self, x: np.ndarray) -> np.ndarray:
         """Return a vector of float32 as it is sent."""
@@ -356,9 +353,7 @@ def parse_header(data: bytes, kind: type[Any]) -> Any:
     return kind.loads(text)
 
 
-def parse_arrays(
-    data: bytes, shapes: Mapping[str, tuple[tuple[int, ...], Any]]
-) -> list[np.ndarray]:
+def parse_arrays(data: bytes, shapes: Shapes) -> list[np.ndarray]:
     """Return the arrays of safetensors in this order; raise `FormatError` unless they are these."""
     try:
         arrays = load_arrays(data)
@@ -370,7 +365,7 @@ def parse_arrays(
     return [arrays[name] for name in shapes]
 
 
-def max_num_bytes(shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> int:
+def max_num_bytes(shapes: Shapes) -> int:
     """Return the largest size in bytes of an object that holds these arrays.
 
     Raises:

@@ -240,7 +240,8 @@ class Island:
           requests; see `report`.
         """
         _check_state(state)
-        values, island_state = _replica_mean(state), _island_state(state)
+        values = _replica_mean(state)
+        island_state = next(iter(parts_of(state.exchange.local, IslandState)), None)
         if self._has_joined and self._starts_exchange(_replicated_int(state.step)):
             self._start_exchange(state, values)
             return state
@@ -629,11 +630,6 @@ def _keeps_parameters(state: "TrainState") -> bool:
     return bool(jax.tree.leaves(state.exchange.shared)) or any(
         jnp.issubdtype(x.dtype, jnp.floating) and x.ndim > 1 for x in local if not is_own(x)
     )
-
-
-def _island_state(state: "TrainState") -> IslandState | None:
-    found = parts_of(state.exchange.local, IslandState)
-    return found[0] if found else None
 
 
 def _replicated_int(x: jax.Array) -> int:

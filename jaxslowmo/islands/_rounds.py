@@ -13,7 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from ._format import (
     Note,
     Part,
     Run,
+    Shapes,
     Snapshot,
     Wire,
     check_settings,
@@ -757,7 +758,7 @@ class Rounds:
         arrays = dict(zip(names, [*anchor.values, *anchor.outer], strict=True))
         self._store.put(snapshot_key(anchor.round, anchor.digest), dump(header, arrays))
 
-    def _snapshot_shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def _snapshot_shapes(self) -> Shapes:
         names = [x.rpartition("[")[0] for x in self._settings.leaves]
         values = zip(names, self._optimizer.shapes, strict=True)
         return {

@@ -90,7 +90,7 @@ def test_what_follows_from_other_options():
     assert warmup("--steps", 300, "--warmup", 3) == (3, 300)
     mesh = asked("--mesh", "stage=2,fsdp=1, replica = 3,device=2", "--batch", 8).mesh
     assert [*mesh.sizes.items()] == [("replica", 3), ("device", 2), ("stage", 2)]
-    assert (mesh.num_replicas, mesh.devices_of_a_replica, mesh.shares_of_a_batch) == (3, 4, 2)
+    assert (mesh.num_replicas, mesh.devices_per_replica, mesh.batch_shards) == (3, 4, 2)
     assert asked("--mesh", "fsdp=2", "--replicas", 5).mesh.num_replicas == 5
     for batch, asked_for, count in ((16, None, 8), (8, None, 4), (6, None, 3), (16, 2, 2)):
         values = {"mesh": "stage=2,fsdp=2", "batch": batch, "microbatches": asked_for}
