@@ -201,11 +201,11 @@ def _check_leaves(
     if wrong := [text for text in wrong if text.startswith("params/")] or wrong:
         raise CheckpointError(
             f"{path} is of another model, optimizer or gradient transform: "
-            f"{_first_of(wrong, '; ')}."
+            f"{_join_first(wrong, '; ')}."
         )
 
 
-def _first_of(texts: Sequence[str], separator: str) -> str:
+def _join_first(texts: Sequence[str], separator: str) -> str:
     more = [f"and {len(texts) - NUM_LISTED} more"] if len(texts) > NUM_LISTED else []
     return separator.join([*texts[:NUM_LISTED], *more])
 
@@ -362,11 +362,12 @@ def convert_exchange_state(
         notes.append("What the codec had not sent is dropped.")
     dropped = [name for name in remaining if name not in lost]
     fresh_names = [name for name in fresh_names if not (drops_flight and FLIGHT.match(name))]
-    for names, text in ((dropped, "is dropped"), (fresh_names, "begins anew")):
+    states = ("its", dropped, "is dropped"), ("this run's", fresh_names, "begins anew")
+    for whose, names, text in states:
         trees = [*dict.fromkeys(_tree_and_param(name, params)[0] for name in names)]
         if trees:
-            listed = _first_of(trees, ", ")
-            notes.append(f"The checkpoint has another algorithm; of its state {listed} {text}.")
+            listed = _join_first(trees, ", ")
+            notes.append(f"The checkpoint has another algorithm: of {whose} state {listed} {text}.")
     return found, notes
 
 
