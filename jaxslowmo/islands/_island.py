@@ -322,10 +322,10 @@ class Island:
         self._exchanges += 1
         weight = float(len(state.step) if self._weight is None else self._weight)
         leaves = leaf_descriptions(leaf_names(state.params), [x.shape for x in values])
-        updates = _replicated_int(state.step)
+        url, updates = self._required_store.url, _replicated_int(state.step)
 
         def exchange() -> Outcome | None:
-            check_settings(rounds.url, rounds.run, replace(self._settings, leaves=leaves))
+            check_settings(url, rounds.run, replace(self._settings, leaves=leaves))
             return rounds.exchange(values, weight, updates)
 
         return exchange

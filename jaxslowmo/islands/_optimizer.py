@@ -207,6 +207,6 @@ _FORMS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p"
 def _inexact_error(equation: Any) -> InexactError:
     name = equation.primitive.name
     return InexactError(
-        f"islands.join: `outer_optimizer` must be element-wise, of operations that round alike on "
-        f"every machine, got {name!r} on {', '.join(str(x.aval) for x in equation.invars)}."
+        f"islands.join: `outer_optimizer` must be element-wise and of operations that round alike "
+        f"on every machine, got {name!r} on {', '.join(str(x.aval) for x in equation.invars)}."
     )

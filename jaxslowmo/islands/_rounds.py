@@ -180,11 +180,6 @@ class Rounds:
         self._snapshot_limit = max_num_bytes(self._snapshot_shapes())
         self.residual: np.ndarray | None = None
 
-    @property
-    def url(self) -> str:
-        """The URL of the run."""
-        return self._store.url
-
     # Joining.
 
     @np.errstate(all="ignore")  # what is not finite is looked for where it matters
