@@ -1,7 +1,4 @@
-"""Restoring a stored state on the replicas of a training step.
-
-`Checkpoints`, which saves and restores the states of a run in a folder.
-"""
+"""`Checkpoints`: the states of a run, saved in a folder and restored on any number of replicas."""
 
 import contextlib
 import math
@@ -19,7 +16,7 @@ from .._support.types import PyTree
 from ..embedding import Embeddings
 from ..train import ExchangingStep, ReplicaState, TrainState, TrainStep, update_count
 from ..transform import holds_state
-from ._convert import convert_state, widen_dtype
+from ._convert import Template, convert_state, widen_dtype
 from ._record import (
     CheckpointError,
     Record,
@@ -31,13 +28,16 @@ from ._record import (
     place_array,
     quiet_orbax,
     read_record,
+    storable_leaves,
+)
+from ._writing import (
+    FolderWrite,
+    Notes,
     remove,
     remove_partial_writes,
     rename_unique,
     resolve_path,
-    storable_leaves,
 )
-from ._writing import FolderWrite, Notes
 
 
 @dataclass(frozen=True)
@@ -62,55 +62,6 @@ class Restored:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Template:
-    """The types and layouts of a fresh state of a training step.
-
-    Attributes:
-      train_step: the training step.
-      seed: seed of PRNG keys that are made anew.
-      structs: shapes, dtypes and shardings of the state.
-      record: the record of the state.
-      names: maps a parameter to the name that it may have in a checkpoint.
-    """
-
-    train_step: TrainStep | ExchangingStep
-    seed: int
-    structs: TrainState | ReplicaState
-    record: Record
-    names: Mapping[str, str]
-
-    @classmethod
-    def from_step(
-        cls,
-        train_step: TrainStep | ExchangingStep,
-        params: PyTree,
-        seed: int,
-        names: Any,
-        **others: PyTree,
-    ) -> "Template":
-        """Return the template of a step, whose arguments are those of `train_step.init`."""
-        if isinstance(train_step, ExchangingStep):
-            fresh, tables = train_step.init(params), None
-        else:
-            fresh, tables = train_step.init(params, seed=seed, **others), train_step.embeddings
-        structs: Any = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh
-        )
-        record = make_record(fresh, tables)
-        for array in jax.tree.leaves(fresh):  # free memory, which the restored state needs
-            array.delete()
-        return cls(train_step, seed, structs, record, names or {})
-
-    def state(self, stored: list[jax.Array]) -> Any:
-        """Return the state from its leaves as they are stored."""
-        leaves = zip(stored, self.record.leaves, strict=True)
-        return jax.tree.structure(self.structs).unflatten(
-            jax.random.wrap_key_data(x, impl=leaf.key_impl) if leaf.key_impl else x
-            for x, leaf in leaves
-        )
-
-
 def read_checkpoint(path: epath.Path, template: Template) -> Callable[[], Restored]:
     """Read the part of a checkpoint that this process needs.
 
@@ -131,23 +82,21 @@ def read_checkpoint(path: epath.Path, template: Template) -> Callable[[], Restor
     shardings = [x.sharding for x in jax.tree.leaves(structs)]
     if record.table_rows not in (None, now.table_rows):
         raise CheckpointError(
-            f"{path} has tables of other numbers of rows, {record.table_rows}, than this run, "
-            f"{now.table_rows}. Restore it with those tables; `step.embeddings.read` and `write` "
-            "carry rows to others."
+            f"{path} has tables of {record.table_rows} rows, and this run of {now.table_rows}. "
+            "Restore it with those tables; `step.embeddings.read` and `write` carry rows to others."
         )
     if record.made_by != now.made_by:
         raise CheckpointError(
             f"{path} is of a step of {record.made_by}, and `train_step` is one of {now.made_by}: "
-            "restore it with a step of the former; the parameters go over by `step.consensus`."
+            "restore it with a step of the former."
         )
     exchange = structs.exchange._replace(local=(), shared=())
     is_hidden = holds_state(structs._replace(exchange=exchange), "parameters", needs_owner=True)
     if is_hidden and (record.replicas, record.parts) != (now.replicas, now.parts):
         raise CheckpointError(
-            f"{path} is from {record.replicas} replicas, this run has {now.replicas} replicas or "
-            "other layouts inside them, and `optimizer` or `gradients` of the training step hold a "
-            "parameter transform: to move its state, pass it as `sync` of js.make_train_step, in "
-            "both runs."
+            f"{path} is from {record.replicas} replicas, or other layouts inside them, than the "
+            f"{now.replicas} replicas of this run: pass the parameter transform in `optimizer` or "
+            "`gradients` as `sync` in both."
         )
     if _has_same_leaves(record, now):
         arrays = record.read(path, shardings)
@@ -157,9 +106,7 @@ def read_checkpoint(path: epath.Path, template: Template) -> Callable[[], Restor
             return Restored(record.step, template.state(arrays), record.extra, True, ())
 
         return finish
-    saved, is_exact, notes = convert_state(
-        path, record, now, structs, template.train_step, template.seed, template.names
-    )
+    saved, is_exact, notes = convert_state(path, record, template)
     state = template.state([place_array(x, to) for x, to in zip(saved, shardings, strict=True)])
     return lambda: Restored(record.step, state, record.extra, is_exact, tuple(notes))
 
@@ -209,7 +156,7 @@ class Checkpoints:
         self._keep = checked_int("Checkpoints: `keep`", keep, 1)
         if keep_best is not None and (len(keep_best) != 2 or keep_best[1] not in ("min", "max")):
             raise ValueError(
-                'Checkpoints: `keep_best` must be the name of a metric and "min" or "max", such as '
+                'Checkpoints: `keep_best` must be a metric and "min" or "max", such as '
                 f'("loss", "min"), got {keep_best!r}.'
             )
         if not patience > 0:
@@ -275,23 +222,18 @@ class Checkpoints:
         if not isinstance(state, TrainState | ReplicaState):
             raise ValueError(
                 "Checkpoints.save: `state` must be of a step of `js.make_train_step` or "
-                f"`js.with_exchange`, got {type(state).__name__}; orbax saves other trees."
+                f"`js.with_exchange`, got {type(state).__name__}."
             )
         if step != (done := update_count(state)):
             warn_user(
-                f"Checkpoints.save: `step` is {step} and the state counts {done} updates. A run "
-                "that resumes would be numbered by one and trained by the other, and checkpoints "
-                "of later steps are set aside: pass `result.step` of js.train_loop, which is the "
-                "state's own."
+                f"Checkpoints.save: `step` is {step} and the state counts {done} updates: pass "
+                "`result.step` of js.train_loop, which is the state's own."
             )
-        about = {
-            "step": step,
-            "extra": checked_json("Checkpoints.save", extra),
-            "metrics": self._check_metrics(metrics),
-        }
+        extra, metrics = checked_json("Checkpoints.save", extra), self._check_metrics(metrics)
         self.wait()
         stored = _safe_copies(storable_leaves(state))
-        record = make_record(state, embeddings).with_arrays(stored, **about)
+        about = {"prints": fingerprints(stored), "extra": extra, "metrics": metrics}
+        record = make_record(state, embeddings, step=step, **about)
         self._writing = FolderWrite(
             self._folder / str(step),
             # Arrays of size 0 are not written: the record has their shapes.
@@ -424,8 +366,8 @@ class Checkpoints:
             )
         if model_state is not None and isinstance(train_step, ExchangingStep):
             raise ValueError(
-                "Checkpoints.restore: `model_state` is part of the library's state in a step of "
-                f"`js.with_exchange`, and must be None, got {type(model_state).__name__}."
+                "Checkpoints.restore: `model_state` must be None for a step of `js.with_exchange`, "
+                f"got {type(model_state).__name__}."
             )
         template = Template.from_step(train_step, params, seed, names, model_state=model_state)
         while True:
@@ -482,10 +424,7 @@ class Checkpoints:
         """Return `step`, of which there is a checkpoint; None: the newest."""
         step = None if step is None else checked_int("Checkpoints: `step`, if not None,", step, 0)
         if not steps:
-            raise CheckpointError(
-                f"{self.folder} has no complete checkpoint: give the folder of a run that saved "
-                "one, or start anew."
-            )
+            raise CheckpointError(f"{self.folder} has no complete checkpoint.")
         if step is not None and step not in steps:
             raise CheckpointError(
                 f"{self.folder} has no checkpoint of step {step}: it has those of steps "

@@ -12,25 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
+from .._support.extras import needed_by
 from .._support.files import EXPORT_ARRAYS, EXPORT_RECORD
 from .._support.types import AxisName, PyTree
 from ..embedding import Embeddings, WithTables
 from ..mesh import AnyMesh, Shares, consensus
 from ..tree import leaf_names, type_text
-from ._record import (
-    CheckpointError,
-    checked_json,
+from ._record import CheckpointError, checked_json, epath, read_versioned_json
+from ._writing import (
+    Notes,
+    catch_failure,
     commit_folder,
-    deserialize,
-    epath,
-    read_versioned_json,
+    explain_write_errors,
     remove,
     remove_partial_writes,
     resolve_path,
-    safetensors,
     unfinished_path,
 )
-from ._writing import Notes, catch_failure, explain_write_errors
+
+with needed_by("jaxslowmo.checkpoint"):
+    from safetensors import deserialize
+    from safetensors import numpy as safetensors
 
 _FORMAT = 2  # 1 was a checkpoint of orbax
 _FORMAT_KEY = "jaxslowmo_consensus"
@@ -83,9 +85,8 @@ def export_consensus(
         isinstance(embeddings, Embeddings) and isinstance(params, WithTables)
     ):
         raise ValueError(
-            "export_consensus: `embeddings` must be `step.embeddings` of a step with tables, with "
-            f"`state.params` of that step, got {type(embeddings).__name__} with parameters of "
-            f"{type(params).__name__}."
+            "export_consensus: `embeddings` and `params` must be of one step with tables, got "
+            f"{type(embeddings).__name__} and {type(params).__name__}."
         )
     path, notes = resolve_path(folder), Notes(patience)
     record = {_FORMAT_KEY: _FORMAT, "extra": checked_json("export_consensus", extra)}
@@ -95,8 +96,8 @@ def export_consensus(
     names = leaf_names(mean)
     if wrong := sorted(name for name, n in Counter(["__metadata__", *names]).items() if n > 1):
         raise ValueError(
-            "export_consensus: `params` must have leaves of different names, and none of the name "
-            f"`__metadata__`, which safetensors uses; got several, or that: {', '.join(wrong)}."
+            "export_consensus: `params` must have leaves of different names, and none named "
+            f"__metadata__, got {', '.join(wrong)}."
         )
     arrays = {}
     for name, x in zip(names, jax.tree.leaves(mean), strict=True):

@@ -1,28 +1,20 @@
-"""Folders of checkpoints: paths, unfinished and removed ones, errors, and orbax's logging.
-
-Functions that read the arrays of a checkpoint and compare their fingerprints.
+"""Records of checkpoints, as JSON next to the arrays, and the arrays that they describe.
 
 Orbax's checkpointers wait for the other processes at barriers, so a process that cannot read its
 part would leave them waiting. Its handlers do not: each process reads without the others, and they
 agree on the outcome afterwards. Zarr does not notice if files were damaged. Fingerprints do.
-
-Records of checkpoints: everything that is needed to read the arrays, as JSON next to them.
 """
 
 import asyncio
-import contextlib
-import itertools
 import json
 import logging
-import os
 import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
-from os import PathLike
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -30,9 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._support.checks import warn_user
 from .._support.extras import needed_by
-from .._support.files import COMMITTED, can_rename, io_errno
+from .._support.files import io_errno
 from .._support.types import PyTree
 from .._version import __version__
 from ..embedding import Embeddings
@@ -41,16 +32,16 @@ from ..train import ReplicaState, TrainState
 from ..tree import leaf_names
 from ._stages import stage_layout, stored_leaves
 
-# The extra `train` installs all of these; the other files of this package import them from here.
+# The extra `train` installs both; the other files of this package import them from here.
 with needed_by("jaxslowmo.checkpoint"):
     import orbax.checkpoint as ocp
     from etils import epath
-    from safetensors import deserialize  # noqa: F401
-    from safetensors import numpy as safetensors  # noqa: F401
 
+
+FORMAT = 3  # 2 kept anchors in blocks, in the state of the optimizer
+SHARED = "exchange/shared/"  # begins the names of leaves that all replicas have together
 ARRAYS, RECORD = "state", "record"  # the two items of a checkpoint
-# Orbax's suffix of incomplete checkpoints: its tools ignore such folders.
-UNFINISHED = ".orbax-checkpoint-tmp"
+_FORMAT_KEY = "jaxslowmo_checkpoint"
 
 
 class CheckpointError(RuntimeError):
@@ -84,226 +75,6 @@ class UnansweredError(CheckpointError):
     """Raised if another process did not answer in time; the checkpoint may be complete or not."""
 
 
-def resolve_path(folder: str | PathLike[str]) -> epath.Path:
-    """Return an absolute path, or an address such as `gs://...` unchanged.
-
-    Raises:
-      ValueError: something else.
-    """
-    if not isinstance(folder, str | PathLike):
-        raise ValueError(f"`folder` must be a path or an address, got {folder!r}.")
-    path = epath.Path(folder)
-    return path if "://" in str(folder) else epath.Path(os.path.abspath(path.expanduser()))
-
-
-def unfinished_path(target: epath.Path, number: int) -> epath.Path:
-    """Return the path of a folder until it is complete; on object stores it is `target` itself.
-
-    Threads of a failed write may still be writing, so each write needs another `number`.
-    """
-    if not can_rename(target):
-        return target
-    return target.parent / f"{target.name}.{number}{UNFINISHED}"
-
-
-def commit_folder(folder: epath.Path, target: epath.Path) -> None:
-    """Make a complete folder visible as `target`, and remove the folder that it replaces."""
-    if not can_rename(target):
-        (target / COMMITTED).write_text("")
-        return
-    # Removed before the other has its name, a kill in between would leave neither.
-    replaced = rename_unique(target, "removed", UNFINISHED) if target.exists() else None
-    folder.rename(target)
-    if replaced is not None:
-        remove(replaced)
-
-
-def rename_unique(path: epath.Path, what: str, end: str = "") -> epath.Path:
-    """Rename a folder to its name, `what`, a number if needed, and `end`; return the new path."""
-    paths = (path.parent / f"{path.name}.{what}{n or ''}{end}" for n in itertools.count())
-    return path.rename(next(new for new in paths if not new.exists()))
-
-
-def remove(path: epath.Path) -> None:
-    """Remove a folder, under the name of an unfinished one: a part of it must be no checkpoint.
-
-    A folder that cannot be removed, for example because another program reads its files on a file
-    server, does no harm, so it is only a warning.
-    """
-    try:
-        if can_rename(path) and not path.name.endswith(UNFINISHED):
-            path = rename_unique(path, "removed", UNFINISHED)
-        path.rmtree()
-    except OSError as error:
-        warn_user(f"{path}, of no use any more, could not be removed: {error}.")
-
-
-def remove_partial_writes(folder: epath.Path, prefix: str = "") -> None:
-    """Remove folders that interrupted saves and removals have left."""
-    for path in folder.iterdir() if folder.exists() else ():
-        if path.name.startswith(prefix) and path.name.endswith(UNFINISHED):
-            remove(path)
-
-
-def files_below(path: epath.Path) -> Iterator[tuple[str, int]]:
-    """Yield path and size in bytes of every file; files that vanish are left out."""
-    for folder, _, names in path.walk():
-        for file in (folder / name for name in names):
-            with contextlib.suppress(OSError):
-                yield os.fspath(file), file.stat().length
-
-
-def _is_not_from_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in PurePath(record.pathname).parts
-
-
-def _is_not_about_orbax(record: logging.LogRecord) -> bool:
-    return "orbax" not in record.getMessage()
-
-
-def quiet_orbax() -> None:
-    """Drop what orbax logs: it logs every file that it touches.
-
-    Records of other users of the same logger are kept. Orbax's errors are dropped, too: it logs a
-    save that fails in the background with its stack, and the next `save`, `wait` or `close` raises
-    it anyway. If one of several arrays cannot be written, each of the others reports, with its
-    stack, that the event loop is closed. These reports are dropped as well.
-    """
-    logger = logging.getLogger("absl")  # orbax logs through absl
-    if _is_not_from_orbax in logger.filters:
-        return
-    logger.addFilter(_is_not_from_orbax)
-    logging.getLogger("asyncio").addFilter(_is_not_about_orbax)
-    previous_hook = sys.unraisablehook
-
-    def ignore_closed_loops(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            previous_hook(unraisable)
-
-    sys.unraisablehook = ignore_closed_loops
-
-
-_types = ocp.type_handlers
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, at most 300 characters; else its type."""
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__
-
-
-def make_handler(*kinds: tuple[type, Any]) -> ocp.PyTreeCheckpointHandler:
-    """Return orbax's handler of trees, without its store of array metadata.
-
-    With that store, a process would wait ten minutes for process 0's folder.
-
-    Args:
-      *kinds: pairs of a class of arrays and orbax's handler of such arrays.
-    """
-    return ocp.PyTreeCheckpointHandler(
-        multiprocessing_options=ocp.options.MultiprocessingOptions(
-            active_processes=set(range(jax.process_count())), barrier_sync_key_prefix="jaxslowmo"
-        ),
-        type_handler_registry=_types.create_type_handler_registry(*kinds),
-    )
-
-
-class _WholeReads(_types.TypeHandler):
-    """A handler of orbax's whose reads have all ended when it returns, also if some have failed.
-
-    Orbax ends its event loop when the first read fails. The others would go on without one, and
-    each would print an exception that nobody can handle, at whatever time it is collected.
-    """
-
-    failure: Exception | None = None
-
-    async def deserialize(self, infos: Any, args: Any = None) -> Any:
-        before = asyncio.all_tasks()
-        try:
-            return await super().deserialize(infos, args)
-        except Exception as error:  # tensorstore raises many kinds
-            self.failure = error
-            while reads := asyncio.all_tasks() - before:
-                await asyncio.wait(reads)
-            return [None for _ in infos]
-
-
-class _Arrays(_WholeReads, _types.ArrayHandler):
-    pass
-
-
-class _NumpyArrays(_WholeReads, _types.NumpyHandler):
-    pass
-
-
-def read_arrays(path: epath.Path, structs: dict[str, jax.ShapeDtypeStruct]) -> list[Any]:
-    """Read stored arrays.
-
-    Args:
-      path: path of the checkpoint's item that holds the arrays.
-      structs: shape and dtype of each array by the name under which orbax stored it, with the
-        sharding of the result: each process reads its part. Without one it is a whole NumPy array.
-
-    Raises:
-      UnreadableError: a missing or damaged file.
-
-    Communication: none.
-    """
-
-    def how(x: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
-        if x.sharding is None:
-            return ocp.RestoreArgs(restore_type=np.ndarray)
-        return ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape)
-
-    # Orbax stores no arrays of size 0.
-    full = {key: x for key, x in structs.items() if x.size}
-    args = ocp.args.PyTreeRestore(full, restore_args={key: how(x) for key, x in full.items()})
-    reads = _Arrays(), _NumpyArrays()
-    try:
-        found = make_handler((jax.Array, reads[0]), (np.ndarray, reads[1])).restore(path, args=args)
-        if failed := [one.failure for one in reads if one.failure]:
-            raise failed[0]
-    except Exception as error:  # tensorstore raises many kinds
-        raise UnreadableError(f"{path.parent} is damaged: {first_line(error)}.") from error
-    none = {key: x for key, x in structs.items() if not x.size}
-    empty = {key: place_array(np.zeros(x.shape, x.dtype), x.sharding) for key, x in none.items()}
-    arrays = found | empty
-    return [arrays[key] for key in structs]
-
-
-def place_array(x: Any, sharding: jax.sharding.Sharding | None) -> Any:
-    """Return an array of the host with this sharding; itself for None."""
-    return x if sharding is None else array_from_host(x.shape, sharding, lambda index: x[index])
-
-
-@jax.jit
-def _jitted_fingerprints(arrays: list[jax.Array]) -> jax.Array:
-    return jnp.stack([fingerprint(x) for x in arrays])
-
-
-def fingerprints(arrays: Sequence[Any]) -> list[list[int]]:
-    """Return a fingerprint, two numbers of 32 bits, for each array; it does not depend on layouts.
-
-    Communication: one all-reduce of 8 bytes per array over all devices that it is split over.
-    """
-    return jax.device_get(_jitted_fingerprints(list(arrays)).addressable_data(0)).tolist()
-
-
-_CHUNK = 1 << 20  # elements that are hashed at once, which bounds the additional memory
-
-
-def host_fingerprint(x: np.ndarray) -> list[int]:
-    """Return the fingerprint of an array on the host, equal to that of `fingerprints`."""
-    flat, total = x.reshape(-1), np.zeros(2, np.uint32)
-    for start in range(0, flat.size, _CHUNK):
-        total += fingerprint(flat[start : start + _CHUNK], np, start)
-    return total.tolist()
-
-
-FORMAT = 3  # 2 kept anchors in blocks, in the state of the optimizer
-SHARED = "exchange/shared/"  # begins the names of leaves that all replicas have together
-_FORMAT_KEY = "jaxslowmo_checkpoint"
-
-
 class LeafRecord(NamedTuple):
     """One array of a checkpoint.
 
@@ -333,13 +104,11 @@ class LeafRecord(NamedTuple):
 
     def struct(self, sharding: Any = None) -> jax.ShapeDtypeStruct:
         """Return the type of the array as it is stored."""
-        words = _key_words(self.key_impl) if self.key_impl else ()
+        words = ()
+        if self.key_impl:  # the shape of the data of one key
+            key = lambda: jax.random.key_data(jax.random.key(0, impl=self.key_impl))  # noqa: E731
+            words = jax.eval_shape(key).shape
         return jax.ShapeDtypeStruct((*self.shape, *words), self.dtype, sharding=sharding)
-
-
-def _key_words(impl: str) -> tuple[int, ...]:
-    """Return the shape of the data of one PRNG key."""
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
 
 
 @dataclass(frozen=True)
@@ -385,13 +154,6 @@ class Record:
         is_of_library = all(leaf.name != "rng" for leaf in self.leaves)
         return "js.with_exchange" if is_of_library else "js.make_train_step"
 
-    def with_arrays(self, stored: list[jax.Array], **about: Any) -> "Record":
-        """Return the record with the fingerprints of these arrays, and with `about` them.
-
-        Communication: that of `fingerprints`.
-        """
-        return replace(self, prints=fingerprints(stored), **about)
-
     def without_stages(self) -> "Record":
         """Return the record of the state with the model's trees in place of those of stages.
 
@@ -419,6 +181,67 @@ class Record:
                 f"{path} is damaged: it gives other values than were saved in "
                 f"{', '.join(wrong[:5])}."
             )
+
+
+def make_record(
+    state: TrainState | ReplicaState, embeddings: Embeddings | None = None, **about: Any
+) -> Record:
+    """Return the record of a state of arrays or of types, with further fields `about` it."""
+    leaves = leaves_by_name(state).items()
+    sharded = state.params if isinstance(state, TrainState) else state.state
+    rows = None
+    if embeddings is not None:
+        rows = {name: table.num_rows for name, table in embeddings.tables.items()}
+    return Record(
+        replicas=state.step.shape[0],
+        parts=[_part_shape(x) for x in jax.tree.leaves(sharded)],
+        leaves=[_leaf_record(i, name, leaf) for i, (name, leaf) in enumerate(leaves)],
+        layout=stage_layout(state),
+        empty=_empty_nodes(state.exchange.local),
+        table_rows=rows,
+        **about,
+    )
+
+
+def _leaf_record(index: int, name: str, leaf: Any) -> LeafRecord:
+    key = f"{index:04d}-{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}"[:120]
+    # `key_impl` needs an array, and `leaf` may be a type.
+    impl = str(jax.random.key_impl(jnp.empty((), leaf.dtype))) if is_key(leaf) else ""
+    dtype = "uint32" if impl else jnp.dtype(leaf.dtype).name
+    return LeafRecord(key, name, tuple(leaf.shape), dtype, impl)
+
+
+def is_key(leaf: Any) -> bool:
+    """Return whether a leaf, an array or its type, holds typed PRNG keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _part_shape(x: Any) -> list[int]:
+    sharding = getattr(x, "sharding", None)
+    return list(x.shape if sharding is None else sharding.shard_shape(x.shape))[1:]
+
+
+def _empty_nodes(tree: PyTree) -> list[str]:
+    is_empty = lambda x: isinstance(x, tuple) and not x  # noqa: E731
+    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)[0]
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/") for path, x in paths if is_empty(x)
+    ]
+
+
+def leaves_by_name(tree: PyTree) -> dict[str, Any]:
+    """Return the leaves of a tree by name, in order; of equal names all but one are numbered."""
+    found: dict[str, Any] = {}
+    times: Counter[str] = Counter()
+    for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
+        found[f"{name}#{times[name]}" if times[name] else name] = leaf
+        times[name] += 1
+    return found
+
+
+def storable_leaves(tree: PyTree) -> list[jax.Array]:
+    """Return the leaves of a state as they are stored: PRNG keys as their data."""
+    return [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(tree)]
 
 
 def read_record(path: epath.Path) -> Record:
@@ -461,17 +284,20 @@ def read_versioned_json(
         ) from error
     if not isinstance(value, dict) or format_key not in value:
         raise UnreadableError(
-            f"{path} was not written by jaxslowmo: {name} has no {format_key!r}. Give a "
-            "folder that jaxslowmo wrote, or read it with the library that wrote it."
+            f"{path} was not written by jaxslowmo: {name} has no {format_key!r}. Read it with the "
+            "library that wrote it."
         )
     if value[format_key] != number:
         # A damaged digit looks the same, so the error lets `fallback` try an older checkpoint.
         raise UnreadableError(
-            f"{path} has format {value[format_key]}, written by "
-            f"{value.get('versions', 'another')}, and this version of jaxslowmo reads format "
-            f"{number}: use the version that wrote it. If that is this one, the file is damaged."
+            f"{path} has format {value[format_key]}, and this jaxslowmo reads format {number}: use "
+            f"that which wrote it, {value.get('versions', 'another')}, or the file is damaged."
         )
     return value
+
+
+def _crc32(content: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -486,63 +312,153 @@ def checked_json(owner: str, extra: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ValueError(f"{owner}: `extra` must be plain JSON: {error}.") from None
 
 
-def leaves_by_name(tree: PyTree) -> dict[str, Any]:
-    """Return the leaves of a tree by name, in order; of equal names all but one are numbered."""
-    found: dict[str, Any] = {}
-    times: Counter[str] = Counter()
-    for name, leaf in zip(leaf_names(tree), jax.tree.leaves(tree), strict=True):
-        found[f"{name}#{times[name]}" if times[name] else name] = leaf
-        times[name] += 1
-    return found
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, at most 300 characters; else its type."""
+    return str(error).strip().split("\n")[0][:300] or type(error).__name__
 
 
-def make_record(state: TrainState | ReplicaState, embeddings: Embeddings | None = None) -> Record:
-    """Return the record of a state of arrays or of types; `with_arrays` completes it."""
-    leaves = leaves_by_name(state).items()
-    sharded = state.params if isinstance(state, TrainState) else state.state
-    rows = None
-    if embeddings is not None:
-        rows = {name: table.num_rows for name, table in embeddings.tables.items()}
-    return Record(
-        replicas=state.step.shape[0],
-        parts=[_part_shape(x) for x in jax.tree.leaves(sharded)],
-        leaves=[_leaf_record(i, name, leaf) for i, (name, leaf) in enumerate(leaves)],
-        layout=stage_layout(state),
-        empty=_empty_nodes(state.exchange.local),
-        table_rows=rows,
-    )
+# Reading arrays, and their fingerprints.
 
 
-def _part_shape(x: Any) -> list[int]:
-    sharding = getattr(x, "sharding", None)
-    return list(x.shape if sharding is None else sharding.shard_shape(x.shape))[1:]
+def read_arrays(path: epath.Path, structs: dict[str, jax.ShapeDtypeStruct]) -> list[Any]:
+    """Read stored arrays.
 
+    Args:
+      path: path of the checkpoint's item that holds the arrays.
+      structs: shape and dtype of each array by the name under which orbax stored it, with the
+        sharding of the result: each process reads its part. Without one it is a whole NumPy array.
 
-def _empty_nodes(tree: PyTree) -> list[str]:
-    is_empty = lambda x: isinstance(x, tuple) and not x  # noqa: E731
-    paths = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)[0]
+    Raises:
+      UnreadableError: a missing or damaged file.
+
+    Communication: none.
+    """
+
+    def how(x: jax.ShapeDtypeStruct) -> ocp.RestoreArgs:
+        if x.sharding is None:
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        return ocp.ArrayRestoreArgs(sharding=x.sharding, global_shape=x.shape)
+
+    # Orbax stores no arrays of size 0.
+    full = {key: x for key, x in structs.items() if x.size}
+    args = ocp.args.PyTreeRestore(full, restore_args={key: how(x) for key, x in full.items()})
+    reads = _Arrays(), _NumpyArrays()
+    try:
+        found = make_handler((jax.Array, reads[0]), (np.ndarray, reads[1])).restore(path, args=args)
+        if failed := [one.failure for one in reads if one.failure]:
+            raise failed[0]
+    except Exception as error:  # tensorstore raises many kinds
+        raise UnreadableError(f"{path.parent} is damaged: {first_line(error)}.") from error
     return [
-        jax.tree_util.keystr(path, simple=True, separator="/") for path, x in paths if is_empty(x)
+        found[key] if x.size else place_array(np.zeros(x.shape, x.dtype), x.sharding)
+        for key, x in structs.items()
     ]
 
 
-def _crc32(content: dict[str, Any]) -> int:
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+def place_array(x: Any, sharding: jax.sharding.Sharding | None) -> Any:
+    """Return an array of the host with this sharding; itself for None."""
+    return x if sharding is None else array_from_host(x.shape, sharding, lambda index: x[index])
 
 
-def is_key(leaf: Any) -> bool:
-    """Return whether a leaf, an array or its type, holds typed PRNG keys."""
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+@jax.jit
+def _jitted_fingerprints(arrays: list[jax.Array]) -> jax.Array:
+    return jnp.stack([fingerprint(x) for x in arrays])
 
 
-def _leaf_record(index: int, name: str, leaf: Any) -> LeafRecord:
-    key = f"{index:04d}-{re.sub(r'[^0-9A-Za-z_.-]', '_', name)}"[:120]
-    # `key_impl` needs an array, and `leaf` may be a type.
-    impl = str(jax.random.key_impl(jnp.empty((), leaf.dtype))) if is_key(leaf) else ""
-    dtype = "uint32" if impl else jnp.dtype(leaf.dtype).name
-    return LeafRecord(key, name, tuple(leaf.shape), dtype, impl)
+def fingerprints(arrays: Sequence[Any]) -> list[list[int]]:
+    """Return a fingerprint, two numbers of 32 bits, for each array; it does not depend on layouts.
+
+    Communication: one all-reduce of 8 bytes per array over all devices that it is split over.
+    """
+    return jax.device_get(_jitted_fingerprints(list(arrays)).addressable_data(0)).tolist()
 
 
-def storable_leaves(tree: PyTree) -> list[jax.Array]:
-    """Return the leaves of a state as they are stored: PRNG keys as their data."""
-    return [jax.random.key_data(x) if is_key(x) else x for x in jax.tree.leaves(tree)]
+_CHUNK = 1 << 20  # elements that are hashed at once, which bounds the additional memory
+
+
+def host_fingerprint(x: np.ndarray) -> list[int]:
+    """Return the fingerprint of an array on the host, equal to that of `fingerprints`."""
+    flat, total = x.reshape(-1), np.zeros(2, np.uint32)
+    for start in range(0, flat.size, _CHUNK):
+        total += fingerprint(flat[start : start + _CHUNK], np, start)
+    return total.tolist()
+
+
+# Orbax without its barriers and logs.
+
+
+def make_handler(*kinds: tuple[type, Any]) -> ocp.PyTreeCheckpointHandler:
+    """Return orbax's handler of trees, without its store of array metadata.
+
+    With that store, a process would wait ten minutes for process 0's folder.
+
+    Args:
+      *kinds: pairs of a class of arrays and orbax's handler of such arrays.
+    """
+    return ocp.PyTreeCheckpointHandler(
+        multiprocessing_options=ocp.options.MultiprocessingOptions(
+            active_processes=set(range(jax.process_count())), barrier_sync_key_prefix="jaxslowmo"
+        ),
+        type_handler_registry=_types.create_type_handler_registry(*kinds),
+    )
+
+
+_types = ocp.type_handlers
+
+
+class _WholeReads(_types.TypeHandler):
+    """A handler of orbax's whose reads have all ended when it returns, also if some have failed.
+
+    Orbax ends its event loop when the first read fails. The others would go on without one, and
+    each would print an exception that nobody can handle, at whatever time it is collected.
+    """
+
+    failure: Exception | None = None
+
+    async def deserialize(self, infos: Any, args: Any = None) -> Any:
+        before = asyncio.all_tasks()
+        try:
+            return await super().deserialize(infos, args)
+        except Exception as error:  # tensorstore raises many kinds
+            self.failure = error
+            while reads := asyncio.all_tasks() - before:
+                await asyncio.wait(reads)
+            return [None for _ in infos]
+
+
+class _Arrays(_WholeReads, _types.ArrayHandler):
+    pass
+
+
+class _NumpyArrays(_WholeReads, _types.NumpyHandler):
+    pass
+
+
+def quiet_orbax() -> None:
+    """Drop what orbax logs: it logs every file that it touches.
+
+    Records of other users of the same logger are kept. Orbax's errors are dropped, too: it logs a
+    save that fails in the background with its stack, and the next `save`, `wait` or `close` raises
+    it anyway. If one of several arrays cannot be written, each of the others reports, with its
+    stack, that the event loop is closed. These reports are dropped as well.
+    """
+    logger = logging.getLogger("absl")  # orbax logs through absl
+    if _is_not_from_orbax in logger.filters:
+        return
+    logger.addFilter(_is_not_from_orbax)
+    logging.getLogger("asyncio").addFilter(_is_not_about_orbax)
+    previous_hook = sys.unraisablehook
+
+    def ignore_closed_loops(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            previous_hook(unraisable)
+
+    sys.unraisablehook = ignore_closed_loops
+
+
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in PurePath(record.pathname).parts
+
+
+def _is_not_about_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.getMessage()

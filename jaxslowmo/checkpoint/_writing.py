@@ -1,11 +1,9 @@
-"""`Notes`: what the processes tell each other, so that a failure on one is raised on all.
+"""Folders that all processes write together, and the notes by which they agree.
 
 Notes go through the coordinator and have a time limit. With collectives or barriers all others
 would wait for a process that fails. (`orbax.checkpoint.CheckpointManager` waits: if one process
 cannot write its part, all of them raise an error about a barrier when `timeout_secs` are over, ten
 minutes by default, and none but that process knows the reason. So this package does not use it.)
-
-`FolderWrite`: all processes write a folder together, which appears complete or not at all.
 """
 
 import asyncio
@@ -26,27 +24,31 @@ import jax
 
 from .._support.checks import warn_user
 from .._support.coordinator import NoNoteError, delete_notes, gather_notes
-from .._support.files import can_rename, io_errno
+from .._support.files import COMMITTED, can_rename, io_errno
 from ._record import (
     ARRAYS,
     RECORD,
     CheckpointError,
     UnansweredError,
-    commit_folder,
     epath,
-    files_below,
     first_line,
     make_handler,
     ocp,
-    remove,
-    unfinished_path,
 )
 
-_numbers = itertools.count()
+# Orbax's suffix of incomplete checkpoints: its tools ignore such folders.
+UNFINISHED = ".orbax-checkpoint-tmp"
 # The interval at which a waiting process checks whether anything is being written.
 _LOOK_SECONDS = 5.0
+# How often, and at which interval, the processes list files until all see the same: together longer
+# than an NFS client caches a listing by default.
+_LISTINGS, _LISTING_SECONDS = 100, 0.7
+_numbers = itertools.count()
 Failure = Sequence[Any] | None
 """A failure in a note: the reason in words, and the operating system's error number or None."""
+
+
+# What processes tell each other.
 
 
 class Notes:
@@ -110,8 +112,7 @@ class Notes:
           UnansweredError: a process does not answer.
         """
         if found := self.gather(failure, bytes_written)[0]:
-            text, number = found
-            raise CheckpointError(text, errno=number)
+            raise CheckpointError(*found)
 
 
 def catch_failure(work: Callable[..., Any], *args: Any) -> Failure:
@@ -146,9 +147,7 @@ def explain_write_errors(path: epath.Path, what: str, rest: str = "") -> Iterato
         raise kind(message, number, f"{what}: {reason}") from error
 
 
-# How often, and at which interval, the processes list files until all see the same: together longer
-# than an NFS client caches a listing by default.
-_LISTINGS, _LISTING_SECONDS = 100, 0.7
+# A folder that appears complete or not at all.
 
 
 class FolderWrite:
@@ -296,3 +295,66 @@ class FolderWrite:
             self._run.result()
         except Exception as error:  # any kind: nothing else has reported it
             warn_user(f"{error} Call `wait()` or `close()` before a program ends.")
+
+
+def resolve_path(folder: str | os.PathLike[str]) -> epath.Path:
+    """Return an absolute path, or an address such as `gs://...` unchanged."""
+    path = epath.Path(folder)
+    return path if "://" in str(folder) else epath.Path(os.path.abspath(path.expanduser()))
+
+
+def unfinished_path(target: epath.Path, number: int) -> epath.Path:
+    """Return the path of a folder until it is complete; on object stores it is `target` itself.
+
+    Threads of a failed write may still be writing, so each write needs another `number`.
+    """
+    if not can_rename(target):
+        return target
+    return target.parent / f"{target.name}.{number}{UNFINISHED}"
+
+
+def commit_folder(folder: epath.Path, target: epath.Path) -> None:
+    """Make a complete folder visible as `target`, and remove the folder that it replaces."""
+    if not can_rename(target):
+        (target / COMMITTED).write_text("")
+        return
+    # Removed before the other has its name, a kill in between would leave neither.
+    replaced = rename_unique(target, "removed", UNFINISHED) if target.exists() else None
+    folder.rename(target)
+    if replaced is not None:
+        remove(replaced)
+
+
+def rename_unique(path: epath.Path, what: str, end: str = "") -> epath.Path:
+    """Rename a folder to its name, `what`, a number if needed, and `end`; return the new path."""
+    paths = (path.parent / f"{path.name}.{what}{n or ''}{end}" for n in itertools.count())
+    return path.rename(next(new for new in paths if not new.exists()))
+
+
+def remove(path: epath.Path) -> None:
+    """Remove a folder, under the name of an unfinished one: a part of it must be no checkpoint.
+
+    A folder that cannot be removed, for example because another program reads its files on a file
+    server, does no harm, so it is only a warning.
+    """
+    try:
+        if can_rename(path) and not path.name.endswith(UNFINISHED):
+            path = rename_unique(path, "removed", UNFINISHED)
+        path.rmtree()
+    except OSError as error:
+        warn_user(f"{path}, of no use any more, could not be removed: {error}.")
+
+
+def remove_partial_writes(folder: epath.Path, prefix: str = "") -> None:
+    """Remove folders that interrupted saves and removals have left."""
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.name.startswith(prefix) and path.name.endswith(UNFINISHED):
+            remove(path)
+
+
+def files_below(path: epath.Path) -> Iterator[tuple[str, int]]:
+    """Yield path and size in bytes of every file; files that vanish are left out."""
+    for folder, _, names in path.walk():
+        for file in (folder / name for name in names):
+            with contextlib.suppress(OSError):
+                yield os.fspath(file), file.stat().length

@@ -231,12 +231,12 @@ class MeshConfig:
         return {name: n for name, n in self.sizes.items() if name in MODEL_AXES}
 
     @property
-    def devices_of_a_replica(self) -> int:
+    def devices_per_replica(self) -> int:
         """The number of devices of one replica: the product of all axes but "replica"."""
         return math.prod(self.sizes.values()) // self.num_replicas
 
     @property
-    def shares_of_a_batch(self) -> int:
+    def batch_shards(self) -> int:
         """The number of parts of a replica's batch that its devices compute side by side."""
         return self.sizes.get("device", 1) * self.sizes.get("fsdp", 1)
 
@@ -365,7 +365,7 @@ class _TrainingConfig:
     @property
     def rows(self) -> int:
         """The windows of one forward pass on each group of devices that splits a model."""
-        return self.data.batch // (self.data.accumulate * self.mesh.shares_of_a_batch)
+        return self.data.batch // (self.data.accumulate * self.mesh.batch_shards)
 
     @property
     def num_microbatches(self) -> int:
@@ -394,7 +394,7 @@ class _TrainingConfig:
     def check(self) -> None:
         """Raise `ArgumentError` for values that do not go together."""
         _require("overwrite", not self.run.overwrite or self.run.out, "needs `out`, a folder")
-        shares = self.data.accumulate * self.mesh.shares_of_a_batch
+        shares = self.data.accumulate * self.mesh.batch_shards
         rule = f"must be a multiple of {shares}, `accumulate` times the devices that split it"
         _require("batch", not self.data.batch % shares, rule, self.data.batch)
         rule = f"must divide the {self.rows} windows that devices compute together"
@@ -583,7 +583,7 @@ def _require(name: str, is_right: object, rule: str, value: object = None) -> No
 
 _TYRO = (tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName)
 # How a run was started: the next one starts in its own way.
-_OF_A_START = (
+_START_OPTIONS = (
     "config", "out", "resume", "fallback", "overwrite", "dry_run", "coordinator",
     "coordinator_bind", "num_processes", "process_id",
 )  # fmt: skip
@@ -595,14 +595,9 @@ _OPTIONS = {
     "outer_optimizer": "algorithm", "num_replicas": "replicas",
 }  # fmt: skip
 _NAMES = {
-    *option_types(TrainConfig),
-    "processes",
-    "algorithms",
-    "seeds",
-    "step",
-    "tokens",
-    "temperature",
-    "top_k",
+    name
+    for cls in (TrainConfig, CompareConfig, LaunchConfig, SampleConfig)
+    for name in option_types(cls)
 }
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")  # of JSON
 _WORDS = {"true": True, "True": True, "false": False, "False": False}
@@ -695,7 +690,7 @@ def _options_of_run(path: Path) -> dict[str, Any]:
 def to_file(config: Any) -> dict[str, Any]:
     """Return the values for config.json, without how this run was started."""
     return {
-        name: value for name, value in flatten_options(config).items() if name not in _OF_A_START
+        name: value for name, value in flatten_options(config).items() if name not in _START_OPTIONS
     }
 
 
@@ -738,20 +733,14 @@ def _pairs_of_yaml(text: str) -> Iterator[tuple[str, Any]]:
     import yaml  # only for such a file
 
     try:
-        events = [x for x in yaml.parse(text) if not isinstance(x, yaml.StreamStartEvent)]
+        root = yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"is no YAML: {error}") from None
-    kinds = [type(event) for event in events]
-    scalars = events[2:-3]
-    if kinds == [yaml.StreamEndEvent]:  # an empty file
-        return
-    whole = kinds[:2] == [yaml.DocumentStartEvent, yaml.MappingStartEvent]
-    if not whole or kinds.count(yaml.DocumentStartEvent) > 1:
+    if not isinstance(root, yaml.MappingNode | None):  # None: an empty file
         raise ValueError("must be a mapping from names of options to values")
-    for event in scalars:
-        if not isinstance(event, yaml.ScalarEvent) or event.tag or event.anchor:
-            raise ValueError("must hold plain values, not lists, groups, tags or anchors")
-    for key, value in zip(scalars[::2], scalars[1::2], strict=True):
+    for key, value in root.value if root else ():
+        if not (isinstance(key, yaml.ScalarNode) and isinstance(value, yaml.ScalarNode)):
+            raise ValueError("must hold plain values, not lists or groups")
         yield key.value, value.value if value.style else parse_scalar(value.value)
 
 

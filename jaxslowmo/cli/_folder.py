@@ -1,6 +1,6 @@
-"""The folder of a run: names of its files, its lock, and what it holds. No jax.
+"""The folder of a run: its files, its lock, and who may train in it. No jax.
 
-Checks that a run has the options and the text of its checkpoint, and of its other processes.
+A run has the options and the text of its checkpoint, and of its other processes.
 """
 
 import contextlib
@@ -232,6 +232,8 @@ def _parse_object(content: bytes) -> dict[str, Any]:
         return {}
     return facts if isinstance(facts, dict) else {}
 
+
+# Who may train in the folder.
 
 _KEY = "jaxslowmo/start"
 # Process 0 decides these for all, since another one may have started again before it.

@@ -416,14 +416,10 @@ class Reporter:
     """
 
     def __init__(self, console: Console, label: str, steps: int, *, would: bool = False):
-        self._console, self._label, self._steps = console, label, steps
+        self.console, self._label, self._steps = console, label, steps
         self._verb = "would send" if would else "sent"
         self._latest: dict[str, Any] = {}
         self._next_line = 0.0
-
-    def print_lines(self, *sentences: str) -> None:
-        """Print sentences for the user between progress lines."""
-        print_lines(self._console, *sentences)
 
     def show(self, record: dict[str, Any]) -> None:
         """Show a record of a step, and an evaluation of an earlier step with its number."""
@@ -443,7 +439,8 @@ class Reporter:
             "bytes_sent": f"{self._verb} {format_bytes(latest.get('bytes_sent'))}",
         }
         status = "  ".join(text for name, text in shown.items() if name in latest)
-        self.print_lines(f"{self._label}: {step:{len(str(self._steps))}}/{self._steps}  {status}")
+        count = f"{step:{len(str(self._steps))}}/{self._steps}"
+        print_lines(self.console, f"{self._label}: {count}  {status}")
 
 
 def facts_table(facts: Mapping[str, str], title: str) -> Table:

@@ -1,6 +1,7 @@
-"""One training run: its checkpoints, programs, and loop with records, stops and rollbacks.
+"""`jaxslowmo train`: one training run, in one process or as one of several.
 
-`jaxslowmo train`: one training run, in one process or as one of several.
+A `Job` holds the programs of a configuration and the loop with its records, stops and rollbacks;
+`RunSaver` holds its checkpoints.
 """
 
 import contextlib
@@ -77,6 +78,360 @@ class RunResult:
     def got_signal(self) -> bool:
         """True if a signal ended the run early."""
         return self.status in ("interrupted", "preempted")
+
+
+def train(config: TrainConfig) -> int:
+    """Train once, show the progress and a summary, and return the exit code.
+
+    Raises:
+      CommandError: the options do not fit each other, the data, the devices or the other processes.
+    """
+    if not is_one_of_several(config.cluster):
+        return _train(config, ALONE)
+    assert config.run.out is not None  # checked by the parent
+    set_cpu_devices(config, known_processes(config.cluster))
+    cluster, saved = join_cluster(config.cluster), RunFolder(config.run.out).describe_checkpoint
+    watch = Watch(cluster.index, cluster.count, config.cluster.stall_timeout, saved)
+    with propagate_failures(watch):
+        return _train(config, dataclasses.replace(cluster, watch=watch))
+
+
+def _train(config: TrainConfig, cluster: Cluster) -> int:
+    with contextlib.ExitStack() as stack:
+        with argument_errors():
+            devices = choose_devices(config, cluster)
+            model, corpus = Model(config, devices.mesh), read_corpus(config.data.data)
+            text = Text(config, corpus, devices.mesh)
+            folder, config = stack.enter_context(open_run(config, corpus.fingerprint, cluster))
+            del corpus  # it may be large, and `text` is what this process needs of it
+            island = join_islands(config)
+            job = Job(config, devices, model, text, cluster=cluster, island=island)
+        if config.run.overwrite:  # only now: a wrong call should delete nothing
+            clear_folder(config, folder, cluster)
+        console = Console(quiet=not cluster.is_first)
+        if config.cluster.process_logs and not cluster.is_first:
+            path = folder / "logs" / f"process-{cluster.index}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            log = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
+            console = Console(file=log)
+        name, size = job.label, format_count(job.num_parameters)
+        print_lines(console, f"{name}, {size} parameters, {devices.description}", text.description)
+        reporter = Reporter(console, name, config.run.steps, would=devices.is_virtual)
+        result = job.run(config, folder, reporter, saves=True)
+        if island is not None and cluster.is_first:
+            print_lines(console, f"Island {island.name}: {island.report()}")
+        if cluster.is_first:
+            from ._figures import draw_loss  # loads matplotlib
+
+            draw_loss(result.records, result.summary, folder / "loss.png")
+        _conclude(console, result, folder)
+    return EXIT_CODES[result.status]
+
+
+def _conclude(console: Console, result: RunResult, folder: RunFolder) -> None:
+    console.print(run_table(result.summary))
+    summary = result.summary
+    if result.statistics:
+        print_lines(console, str(result.statistics))
+    if result.status == "diverged":
+        advice = "lower --learning-rate or lengthen --warmup"
+        print_lines(console, f"The loss is not finite at step {summary['steps']}: {advice}.")
+    if summary["stopped_early"]:
+        loss = format_loss(summary["best_validation_loss"])
+        best = f"the smallest validation loss, {loss}, was that of step {summary['best_step']}"
+        print_lines(
+            console, f"Stopped early: {best}. A resumed run with a larger patience goes on."
+        )
+    if result.got_signal and result.saved is not None:
+        print_lines(console, f"Saved at step {result.saved}; --resume goes on from there.")
+    print_lines(console, f"Results in {folder.path}")
+
+
+def dry_run(config: TrainConfig) -> int:
+    """Print the placement of a run and the collectives of its steps; return the exit code.
+
+    Nothing is trained and no text is read: programs are traced for the available devices.
+
+    Raises:
+      CommandError: `train` would refuse the options, or there are too few devices.
+    """
+    console = Console()
+    with argument_errors():
+        devices = choose_devices(config)
+        model = Model(config, devices.mesh)
+        step = make_step(config, model.loss_fn, devices.mesh)
+        state = step.init(model.init(config.data.seed), seed=config.data.seed)
+
+    def on_a_device(tree: Any) -> str:
+        leaves = jax.tree.leaves(tree)
+        if devices.is_virtual:
+            return format_bytes(sum(x.nbytes for x in leaves) // config.mesh.num_replicas)
+        return format_bytes(sum(x.addressable_shards[0].data.nbytes for x in leaves))
+
+    facts = {
+        "devices": devices.description,
+        "parameters": format_count(num_parameters(model.config)),
+        "parameters on a device": on_a_device(state.params),
+        "optimizer on a device": on_a_device(state.opt_state),
+        "algorithm on a device": on_a_device(state.exchange),
+        "windows of a replica in a step": str(config.data.batch),
+    }
+    if model.schedule is not None and model.parts is not None:
+        schedule, executor = model.schedule, config.mesh.executor
+        timed = schedule.simulate(lockstep=executor == "one_program")
+        stages = [
+            " and ".join(f"{start} to {end - 1}" for start, end in ranges) for ranges in model.parts
+        ]
+        facts |= {
+            "microbatches": str(schedule.num_microbatches),
+            "layers of each stage": "; ".join(stages),
+            "schedule": schedule.name,
+            "executor": executor,
+            "bubble, equal costs": f"{timed.bubble:.1%}",
+            "microbatches that a stage holds": ", ".join(map(str, schedule.stash)),
+        }
+    console.print(facts_table(facts, title=config.algorithm.algorithm))
+    rows = config.mesh.num_replicas * config.data.batch
+    batch = np.zeros((rows, model.config.context_length + 1), np.uint8)
+    print_lines(console, "What a step sends, as bytes that go into each collective on one device:")
+    print_lines(console, str(report_collectives(step, state, batch)))
+    return 0
+
+
+class Job:
+    """The programs of a configuration, and the loop of its runs, which differ in their seeds.
+
+    Args:
+      config: configuration of all its runs.
+      devices: devices of the replicas.
+      model: the model, on the mesh of the devices.
+      text: what it reads.
+      label: name of the algorithm in the summary; the default is that of the configuration.
+      cluster: the processes that run it.
+      island: the island that `join_islands` returned for the configuration.
+
+    Raises:
+      CommandError: the library refuses an argument.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        devices: Devices,
+        model: Model,
+        text: Text,
+        label: str | None = None,
+        cluster: Cluster = ALONE,
+        island: "js.islands.Island | None" = None,
+    ):
+        if config.run.tensorboard:
+            importlib.import_module("tensorboardX")  # raises without the extra
+        self.devices, self.model, self.text, self.cluster = devices, model, text, cluster
+        self.label, self._island = label or config.algorithm.algorithm, island
+        self.num_parameters = num_parameters(model.config)
+        self.step = make_step(config, model.loss_fn, devices.mesh)
+        # The loss of the host executor starts programs itself, and cannot be jitted.
+        is_host = config.mesh.executor == "host"
+        self._loss_fn = model.loss_fn if is_host else jax.jit(model.loss_fn)
+
+    def evaluate(self, params: Any, model_state: Any = None) -> dict[str, float]:
+        """Return the loss of one copy of the parameters on the held-out text, in nats per byte.
+
+        Args:
+          params: parameters; with stages their buffers, so that no device holds the whole model.
+          model_state: unused.
+
+        Communication: a broadcast of 4 bytes from process 0, with several processes.
+        """
+        del model_state
+        if self.model.is_whole:
+            # One device is enough: all would compute the same, and CPU devices share their cores.
+            params = jax.tree.map(lambda x: x.addressable_data(0), params)
+        # One batch after another, so that memory does not grow with their number.
+        loss = np.mean([np.asarray(self._loss_fn(params, x)) for x in self.text.validation])
+        if self.cluster.count > 1:
+            # Different processors round differently, and all must stop at the same evaluation.
+            loss = multihost_utils.broadcast_one_to_all(loss)
+        return {"validation_loss": float(loss)}
+
+    def run(
+        self, config: TrainConfig, folder: RunFolder, reporter: Reporter, *, saves: bool = False
+    ) -> RunResult:
+        """Train, and write config.json, metrics.jsonl and summary.json to `folder`.
+
+        Ctrl-C and SIGTERM end the run after the step in progress; a loss that is not finite ends it
+        when it is read.
+
+        Args:
+          config: configuration of the job, with the seed of the run.
+          folder: folder of the run.
+          reporter: shows the progress.
+          saves: whether to keep checkpoints and resume from them, according to the configuration.
+
+        Raises:
+          CommandError: the checkpoint cannot be resumed.
+        """
+        self._config, options, seed = config, config.checkpoint, config.data.seed
+        params = self.model.init(seed)
+        self.text.begin(config)
+        with (
+            StopOnSignal(self.cluster) as self._stop,  # until the last save is complete
+            RunSaver(self, config, folder, params) as keeper,
+        ):
+            self._keeper = keeper if saves else None
+            restored = keeper.restore_newest() if saves and options.resume else None
+            state, done, notes = restored or (self.step.init(params, seed=seed), Progress(), ())
+            if self._island is not None:
+                state = self._exchange(self._island, state)
+            self.text.position = done.next_batch
+            report = report_collectives(self.step, state, self.text.batch(0))
+            self._ledger = ByteLedger(report, self.step.mesh, done.bytes_sent)
+            measured = js.reports.measured(self.step) if options.statistics else None
+            own = folder if self.cluster.is_first else None
+            with Recorder(config, self._ledger, own, reporter, done.step, done.best) as recorder:
+                self._recorder = recorder
+                if restored:
+                    past = past_schedule(config, done.step)
+                    print_lines(reporter.console, f"Resumed at step {done.step}.", *notes, *past)
+                    recorder.note(done.step, resumed=list(notes))
+                else:
+                    if saves and options.resume:
+                        nothing = f"There is no checkpoint in {folder.path}: from scratch."
+                        print_lines(reporter.console, nothing)
+                    # All replicas start with the same parameters.
+                    recorder.start(self.evaluate(self.step.consensus(state, whole=False)))
+                status, state = self._train(measured or self.step, state, done.step)
+                if saves and options.export and status == "finished":
+                    with self._stop.outside_steps():
+                        self._export(folder / "model", state)
+        statistics = measured.report() if measured else None
+        if statistics and own:
+            statistics.write(own / "statistics.json")
+        summary = recorder.summary(
+            status,
+            algorithm=self.label,
+            parameters=self.num_parameters,
+            placement=self.devices.description,
+            bytes_are_hypothetical=self.devices.is_virtual,
+            data=self.text.description,
+        )
+        return RunResult(status, recorder.records, summary, statistics, keeper.last)
+
+    def _train(
+        self, step: js.train.TrainStep | js.reports.MeasuredStep, state: js.TrainState, done: int
+    ) -> tuple[str, js.TrainState]:
+        """Train from step `done` to the last one, or until the run ends early.
+
+        Returns:
+          "finished", "interrupted", "preempted" or "diverged", and the last state.
+
+        Communication: that of the steps. Evaluations gather the parameters, and checkpoints check
+          with one all-reduce that all are finite.
+        """
+        # The resumed run had already ended, early or after all steps.
+        if self._recorder.is_patience_over or done >= self._config.run.steps:
+            return "finished", state
+        options = self._config.checkpoint
+        rollbacks = options.max_rollbacks if options.on_nan == "rollback" else 0
+        while True:
+            status, state, done = self._train_until_end(step, state, done)
+            if status != "diverged" or not rollbacks or self._keeper is None:
+                return status, state
+            checkpoint = self._keeper.restore_newest()
+            if checkpoint is None:
+                return status, state
+            rollbacks -= 1
+            # The batches since the checkpoint are skipped: they would diverge again.
+            state, progress, _ = checkpoint
+            self._recorder.note(progress.step, rolled_back_from=done)
+            self._recorder.best, done = progress.best, progress.step
+
+    def _train_until_end(
+        self, step: Any, state: js.TrainState, done: int
+    ) -> tuple[str, js.TrainState, int]:
+        status, run, island = "interrupted", self._config.run, self._island
+        evaluate = js.train.Evaluate(self.evaluate, mesh=self.devices.mesh, whole=False)
+        pipeline = js.TrainPipeline(step, state, self.text, depth=run.prefetch)
+        loop = js.train_loop(pipeline, num_steps=run.steps)
+        # A second Ctrl-C raises in the middle of a step.
+        with contextlib.suppress(KeyboardInterrupt), pipeline:
+            for result in loop:
+                if self.devices.is_cpu:
+                    # CPU devices share the threads of the host: later steps in the queue could
+                    # hold the threads that the collective of an earlier step waits for.
+                    jax.block_until_ready(result.metrics)
+                if island is not None:
+                    if island.due(result.step):
+                        pipeline.state = result.state = self._exchange(island, result.state)
+                    result.reports["round"] = island.round
+                state, done = result.state, result.step
+                ending = self._finish_step(result, evaluate)
+                if ending is not None:
+                    status = ending
+                    break
+            else:
+                status = "finished"
+        # Batches that were loaded ahead were not trained on: after a rollback they come first.
+        self.text.position = pipeline.position
+        return status, state, done
+
+    def _exchange(self, island: "js.islands.Island", state: js.TrainState) -> js.TrainState:
+        """Return the state with which an island goes on; unchanged if a signal ends its wait.
+
+        A resumed run then makes up for the exchange.
+        """
+        if self._stop.reason is None:
+            with self._stop.outside_steps(), island_errors(), self._stop.interruptible_wait():
+                return island.exchange(state)
+        return state
+
+    def _finish_step(self, result: js.train.StepResult, evaluate: js.train.Evaluate) -> str | None:
+        """Record and save after a step; return the status with which to end, or None."""
+        run, recorder, options = self._config.run, self._recorder, self._config.checkpoint
+        step, is_last = result.step, result.step == run.steps
+        if self._keeper is not None:
+            self._keeper.check_save()
+        stop = None if is_last else self._stop.after_step(result.phase)
+        evaluates = is_last or step % run.eval_every == 0
+
+        def measure() -> Mapping[str, float]:
+            if not evaluates:  # the record before a stop
+                return {}
+            with self._stop.outside_steps():
+                return evaluate(result)
+
+        if not recorder.step(result, measure if evaluates or stop else None):
+            return "diverged"
+        checks = self._config.algorithm.check_parameters
+        if checks and result.phase and _has_refusal(result.state):
+            return "diverged"
+        is_early = evaluates and recorder.is_patience_over
+        every = options.checkpoint_every
+        is_due = every and (step % every == 0 or is_last or is_early)
+        if self._keeper is not None and (stop or is_due):
+            if not _all_finite(result.state.params):
+                return "diverged"
+            progress = Progress(step, result.position, self._ledger.sent, recorder.best)
+            self._keeper.save(result.state, progress, wait=bool(stop))
+        return stop or ("finished" if is_early else None)
+
+    def _export(self, folder: Path, state: js.TrainState) -> None:
+        from jaxslowmo.checkpoint import export_consensus
+
+        mean = self.model.join(self.step.consensus(state))
+        one = jax.tree.map(lambda x: x[None], mean)  # a single replica: its mean is itself
+        shape = {"model": dataclasses.asdict(self.model.config)}
+        export_consensus(folder, one, mesh=js.virtual_mesh({"replica": 1}), extra=shape)
+
+
+def _has_refusal(state: js.TrainState) -> bool:
+    """Wait for the step, and return whether the replicas refused an exchange."""
+    refused = state.exchange.local["refused"]
+    return bool(np.asarray(refused.addressable_data(0)).any())
+
+
+# With several devices one all-reduce of a boolean.
+_all_finite = jax.jit(all_finite)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,358 +584,3 @@ class RunSaver(contextlib.AbstractContextManager):
             refuse_to_resume(error)
         self.last, done = restored.step, restored.extra["progress"]
         return restored.state, Progress(**done | {"best": Best(**done["best"])}), restored.notes
-
-
-class Job:
-    """The programs of a configuration, and the loop of its runs, which differ in their seeds.
-
-    Args:
-      config: configuration of all its runs.
-      devices: devices of the replicas.
-      model: the model, on the mesh of the devices.
-      text: what it reads.
-      label: name of the algorithm in the summary; the default is that of the configuration.
-      cluster: the processes that run it.
-      island: the island that `join_islands` returned for the configuration.
-
-    Raises:
-      CommandError: the library refuses an argument.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        devices: Devices,
-        model: Model,
-        text: Text,
-        label: str | None = None,
-        cluster: Cluster = ALONE,
-        island: "js.islands.Island | None" = None,
-    ):
-        if config.run.tensorboard:
-            importlib.import_module("tensorboardX")  # raises without the extra
-        self.devices, self.model, self.text, self.cluster = devices, model, text, cluster
-        self.label, self._island = label or config.algorithm.algorithm, island
-        self.num_parameters = num_parameters(model.config)
-        self.step = make_step(config, model.loss_fn, devices.mesh)
-        # The loss of the host executor starts programs itself, and cannot be jitted.
-        is_host = config.mesh.executor == "host"
-        self._loss_fn = model.loss_fn if is_host else jax.jit(model.loss_fn)
-
-    def evaluate(self, params: Any, model_state: Any = None) -> dict[str, float]:
-        """Return the loss of one copy of the parameters on the held-out text, in nats per byte.
-
-        Args:
-          params: parameters; with stages their buffers, so that no device holds the whole model.
-          model_state: unused.
-
-        Communication: a broadcast of 4 bytes from process 0, with several processes.
-        """
-        del model_state
-        if self.model.is_whole:
-            # One device is enough: all would compute the same, and CPU devices share their cores.
-            params = jax.tree.map(lambda x: x.addressable_data(0), params)
-        # One batch after another, so that memory does not grow with their number.
-        loss = np.mean([np.asarray(self._loss_fn(params, x)) for x in self.text.validation])
-        if self.cluster.count > 1:
-            # Different processors round differently, and all must stop at the same evaluation.
-            loss = multihost_utils.broadcast_one_to_all(loss)
-        return {"validation_loss": float(loss)}
-
-    def run(
-        self, config: TrainConfig, folder: RunFolder, reporter: Reporter, *, saves: bool = False
-    ) -> RunResult:
-        """Train, and write config.json, metrics.jsonl and summary.json to `folder`.
-
-        Ctrl-C and SIGTERM end the run after the step in progress; a loss that is not finite ends it
-        when it is read.
-
-        Args:
-          config: configuration of the job, with the seed of the run.
-          folder: folder of the run.
-          reporter: shows the progress.
-          saves: whether to keep checkpoints and resume from them, according to the configuration.
-
-        Raises:
-          CommandError: the checkpoint cannot be resumed.
-        """
-        self._config, options, seed = config, config.checkpoint, config.data.seed
-        params = self.model.init(seed)
-        self.text.begin(config)
-        with (
-            StopOnSignal(self.cluster) as self._stop,  # until the last save is complete
-            RunSaver(self, config, folder, params) as keeper,
-        ):
-            self._keeper = keeper if saves else None
-            restored = keeper.restore_newest() if saves and options.resume else None
-            state, done, notes = restored or (self.step.init(params, seed=seed), Progress(), ())
-            if self._island is not None:
-                state = self._exchange(self._island, state)
-            self.text.position = done.next_batch
-            report = report_collectives(self.step, state, self.text.batch(0))
-            self._ledger = ByteLedger(report, self.step.mesh, done.bytes_sent)
-            measured = js.reports.measured(self.step) if options.statistics else None
-            own = folder if self.cluster.is_first else None
-            with Recorder(config, self._ledger, own, reporter, done.step, done.best) as recorder:
-                self._recorder = recorder
-                if restored:
-                    past = past_schedule(config, done.step)
-                    reporter.print_lines(f"Resumed at step {done.step}.", *notes, *past)
-                    recorder.note(done.step, resumed=list(notes))
-                else:
-                    if saves and options.resume:
-                        reporter.print_lines(
-                            f"There is no checkpoint in {folder.path}: from scratch."
-                        )
-                    # All replicas start with the same parameters.
-                    recorder.start(self.evaluate(self.step.consensus(state, whole=False)))
-                status, state = self._train(measured or self.step, state, done.step)
-                if saves and options.export and status == "finished":
-                    with self._stop.outside_steps():
-                        self._export(folder / "model", state)
-        statistics = measured.report() if measured else None
-        if statistics and own:
-            statistics.write(own / "statistics.json")
-        summary = recorder.summary(
-            status,
-            algorithm=self.label,
-            parameters=self.num_parameters,
-            placement=self.devices.description,
-            bytes_are_hypothetical=self.devices.is_virtual,
-            data=self.text.description,
-        )
-        return RunResult(status, recorder.records, summary, statistics, keeper.last)
-
-    def _train(
-        self, step: js.train.TrainStep | js.reports.MeasuredStep, state: js.TrainState, done: int
-    ) -> tuple[str, js.TrainState]:
-        """Train from step `done` to the last one, or until the run ends early.
-
-        Returns:
-          "finished", "interrupted", "preempted" or "diverged", and the last state.
-
-        Communication: that of the steps. Evaluations gather the parameters, and checkpoints check
-          with one all-reduce that all are finite.
-        """
-        # The resumed run had already ended, early or after all steps.
-        if self._recorder.is_patience_over or done >= self._config.run.steps:
-            return "finished", state
-        options = self._config.checkpoint
-        rollbacks = options.max_rollbacks if options.on_nan == "rollback" else 0
-        while True:
-            status, state, done = self._train_until_end(step, state, done)
-            if status != "diverged" or not rollbacks or self._keeper is None:
-                return status, state
-            checkpoint = self._keeper.restore_newest()
-            if checkpoint is None:
-                return status, state
-            rollbacks -= 1
-            # The batches since the checkpoint are skipped: they would diverge again.
-            state, progress, _ = checkpoint
-            self._recorder.note(progress.step, rolled_back_from=done)
-            self._recorder.best, done = progress.best, progress.step
-
-    def _train_until_end(
-        self, step: Any, state: js.TrainState, done: int
-    ) -> tuple[str, js.TrainState, int]:
-        status, run, island = "interrupted", self._config.run, self._island
-        evaluate = js.train.Evaluate(self.evaluate, mesh=self.devices.mesh, whole=False)
-        pipeline = js.TrainPipeline(step, state, self.text, depth=run.prefetch)
-        loop = js.train_loop(pipeline, num_steps=run.steps)
-        # A second Ctrl-C raises in the middle of a step.
-        with contextlib.suppress(KeyboardInterrupt), pipeline:
-            for result in loop:
-                if self.devices.is_cpu:
-                    # CPU devices share the threads of the host: later steps in the queue could
-                    # hold the threads that the collective of an earlier step waits for.
-                    jax.block_until_ready(result.metrics)
-                if island is not None:
-                    if island.due(result.step):
-                        pipeline.state = result.state = self._exchange(island, result.state)
-                    result.reports["round"] = island.round
-                state, done = result.state, result.step
-                ending = self._finish_step(result, evaluate)
-                if ending is not None:
-                    status = ending
-                    break
-            else:
-                status = "finished"
-        # Batches that were loaded ahead were not trained on: after a rollback they come first.
-        self.text.position = pipeline.position
-        return status, state, done
-
-    def _exchange(self, island: "js.islands.Island", state: js.TrainState) -> js.TrainState:
-        """Return the state with which an island goes on; unchanged if a signal ends its wait.
-
-        A resumed run then makes up for the exchange.
-        """
-        if self._stop.reason is None:
-            with self._stop.outside_steps(), island_errors(), self._stop.interruptible_wait():
-                return island.exchange(state)
-        return state
-
-    def _finish_step(self, result: js.train.StepResult, evaluate: js.train.Evaluate) -> str | None:
-        """Record and save after a step; return the status with which to end, or None."""
-        run, recorder, options = self._config.run, self._recorder, self._config.checkpoint
-        step, is_last = result.step, result.step == run.steps
-        if self._keeper is not None:
-            self._keeper.check_save()
-        stop = None if is_last else self._stop.after_step(result.phase)
-        evaluates = is_last or step % run.eval_every == 0
-
-        def measure() -> Mapping[str, float]:
-            if not evaluates:  # the record before a stop
-                return {}
-            with self._stop.outside_steps():
-                return evaluate(result)
-
-        if not recorder.step(result, measure if evaluates or stop else None):
-            return "diverged"
-        checks = self._config.algorithm.check_parameters
-        if checks and result.phase and _has_refusal(result.state):
-            return "diverged"
-        is_early = evaluates and recorder.is_patience_over
-        every = options.checkpoint_every
-        is_due = every and (step % every == 0 or is_last or is_early)
-        if self._keeper is not None and (stop or is_due):
-            if not _all_finite(result.state.params):
-                return "diverged"
-            progress = Progress(step, result.position, self._ledger.sent, recorder.best)
-            self._keeper.save(result.state, progress, wait=bool(stop))
-        return stop or ("finished" if is_early else None)
-
-    def _export(self, folder: Path, state: js.TrainState) -> None:
-        from jaxslowmo.checkpoint import export_consensus
-
-        mean = self.model.join(self.step.consensus(state))
-        one = jax.tree.map(lambda x: x[None], mean)  # a single replica: its mean is itself
-        shape = {"model": dataclasses.asdict(self.model.config)}
-        export_consensus(folder, one, mesh=js.virtual_mesh({"replica": 1}), extra=shape)
-
-
-def _has_refusal(state: js.TrainState) -> bool:
-    """Wait for the step, and return whether the replicas refused an exchange."""
-    refused = state.exchange.local["refused"]
-    return bool(np.asarray(refused.addressable_data(0)).any())
-
-
-# With several devices one all-reduce of a boolean.
-_all_finite = jax.jit(all_finite)
-
-
-def train(config: TrainConfig) -> int:
-    """Train once, show the progress and a summary, and return the exit code.
-
-    Raises:
-      CommandError: the options do not fit each other, the data, the devices or the other processes.
-    """
-    if not is_one_of_several(config.cluster):
-        return _train(config, ALONE)
-    assert config.run.out is not None  # checked by the parent
-    set_cpu_devices(config, known_processes(config.cluster))
-    cluster, saved = join_cluster(config.cluster), RunFolder(config.run.out).describe_checkpoint
-    watch = Watch(cluster.index, cluster.count, config.cluster.stall_timeout, saved)
-    with propagate_failures(watch):
-        return _train(config, dataclasses.replace(cluster, watch=watch))
-
-
-def _train(config: TrainConfig, cluster: Cluster) -> int:
-    with contextlib.ExitStack() as stack:
-        with argument_errors():
-            devices = choose_devices(config, cluster)
-            model, corpus = Model(config, devices.mesh), read_corpus(config.data.data)
-            text = Text(config, corpus, devices.mesh)
-            folder, config = stack.enter_context(open_run(config, corpus.fingerprint, cluster))
-            del corpus  # it may be large, and `text` is what this process needs of it
-            island = join_islands(config)
-            job = Job(config, devices, model, text, cluster=cluster, island=island)
-        if config.run.overwrite:  # only now: a wrong call should delete nothing
-            clear_folder(config, folder, cluster)
-        console = Console(quiet=not cluster.is_first)
-        if config.cluster.process_logs and not cluster.is_first:
-            path = folder / "logs" / f"process-{cluster.index}.txt"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            log = stack.enter_context(path.open("a", encoding="utf-8", buffering=1))
-            console = Console(file=log)
-        name, size = job.label, format_count(job.num_parameters)
-        print_lines(console, f"{name}, {size} parameters, {devices.description}", text.description)
-        reporter = Reporter(console, name, config.run.steps, would=devices.is_virtual)
-        result = job.run(config, folder, reporter, saves=True)
-        if island is not None and cluster.is_first:
-            print_lines(console, f"Island {island.name}: {island.report()}")
-        if cluster.is_first:
-            from ._figures import draw_loss  # loads matplotlib
-
-            draw_loss(result.records, result.summary, folder / "loss.png")
-        _conclude(console, result, folder)
-    return EXIT_CODES[result.status]
-
-
-def _conclude(console: Console, result: RunResult, folder: RunFolder) -> None:
-    console.print(run_table(result.summary))
-    summary = result.summary
-    if result.statistics:
-        print_lines(console, str(result.statistics))
-    if result.status == "diverged":
-        advice = "lower --learning-rate or lengthen --warmup"
-        print_lines(console, f"The loss is not finite at step {summary['steps']}: {advice}.")
-    if summary["stopped_early"]:
-        loss = format_loss(summary["best_validation_loss"])
-        best = f"the smallest validation loss, {loss}, was that of step {summary['best_step']}"
-        print_lines(
-            console, f"Stopped early: {best}. A resumed run with a larger patience goes on."
-        )
-    if result.got_signal and result.saved is not None:
-        print_lines(console, f"Saved at step {result.saved}; --resume goes on from there.")
-    print_lines(console, f"Results in {folder.path}")
-
-
-def dry_run(config: TrainConfig) -> int:
-    """Print the placement of a run and the collectives of its steps; return the exit code.
-
-    Nothing is trained and no text is read: programs are traced for the available devices.
-
-    Raises:
-      CommandError: `train` would refuse the options, or there are too few devices.
-    """
-    console = Console()
-    with argument_errors():
-        devices = choose_devices(config)
-        model = Model(config, devices.mesh)
-        step = make_step(config, model.loss_fn, devices.mesh)
-        state = step.init(model.init(config.data.seed), seed=config.data.seed)
-
-    def on_a_device(tree: Any) -> str:
-        leaves = jax.tree.leaves(tree)
-        if devices.is_virtual:
-            return format_bytes(sum(x.nbytes for x in leaves) // config.mesh.num_replicas)
-        return format_bytes(sum(x.addressable_shards[0].data.nbytes for x in leaves))
-
-    facts = {
-        "devices": devices.description,
-        "parameters": format_count(num_parameters(model.config)),
-        "parameters on a device": on_a_device(state.params),
-        "optimizer on a device": on_a_device(state.opt_state),
-        "algorithm on a device": on_a_device(state.exchange),
-        "windows of a replica in a step": str(config.data.batch),
-    }
-    if model.schedule is not None and model.parts is not None:
-        schedule, executor = model.schedule, config.mesh.executor
-        timed = schedule.simulate(lockstep=executor == "one_program")
-        stages = [
-            " and ".join(f"{start} to {end - 1}" for start, end in ranges) for ranges in model.parts
-        ]
-        facts |= {
-            "microbatches": str(schedule.num_microbatches),
-            "layers of each stage": "; ".join(stages),
-            "schedule": schedule.name,
-            "executor": executor,
-            "bubble, equal costs": f"{timed.bubble:.1%}",
-            "microbatches that a stage holds": ", ".join(map(str, schedule.stash)),
-        }
-    console.print(facts_table(facts, title=config.algorithm.algorithm))
-    rows = config.mesh.num_replicas * config.data.batch
-    batch = np.zeros((rows, model.config.context_length + 1), np.uint8)
-    print_lines(console, "What a step sends, as bytes that go into each collective on one device:")
-    print_lines(console, str(report_collectives(step, state, batch)))
-    return 0

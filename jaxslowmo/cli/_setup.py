@@ -83,7 +83,7 @@ def choose_devices(config: TrainConfig, cluster: Cluster = ALONE) -> Devices:
         among the processes, or the run needs other devices.
     """
     asked, sizes, count = config.mesh, config.mesh.sizes, cluster.count
-    replicas, each = asked.num_replicas, asked.devices_of_a_replica
+    replicas, each = asked.num_replicas, asked.devices_per_replica
     if replicas % count and (count % replicas or each % (count // replicas)):
         raise CommandError(
             f"--replicas: {count} processes must divide the replicas, or replicas the processes "

@@ -45,7 +45,7 @@ from ._processes import (
 
 _FIRST_WAIT, _LONGEST_WAIT = 1, 60  # seconds
 # A run that has failed this often at one step will fail there again.
-_MOST_AT_ONE_STEP = 5
+_MAX_FAILURES = 5
 _OVERWRITE, _RESUME = "--overwrite", "--resume"
 _TICK_SECONDS = 0.05
 # After the heartbeat timeout the surviving processes need some seconds more to end.
@@ -87,8 +87,8 @@ class Restarts:
         self._folder, self._most = folder, most
         self._left, self._wait = most, _FIRST_WAIT
         self._saved = folder.newest_step()
-        self._place: int | None = None
-        self._at_place = 0
+        self._failed_step: int | None = None
+        self._failures = 0
         # Checkpoints of an earlier run in the folder, which --overwrite deletes.
         self._old = _checkpoint_ids(folder)
 
@@ -100,15 +100,16 @@ class Restarts:
         if self._saved is not None and (earlier is None or self._saved > earlier):
             self._left, self._wait = self._most, _FIRST_WAIT
         if not ended.is_late:
-            place = self._folder.newest_record_step()
-            place = self._saved if place is None else place
-            self._at_place = self._at_place + 1 if place == self._place else 1
-            self._place = place
+            step = self._folder.newest_record_step()
+            step = self._saved if step is None else step
+            self._failures = self._failures + 1 if step == self._failed_step else 1
+            self._failed_step = step
         if not self._left:
             return None, "no restarts left" if self._most else ""
-        if self._at_place >= _MOST_AT_ONE_STEP:
-            where = "before the first step" if self._place is None else f"at step {self._place}"
-            return None, f"not started again after {_MOST_AT_ONE_STEP} failures in a row {where}"
+        if self._failures >= _MAX_FAILURES:
+            step = self._failed_step
+            where = "before the first step" if step is None else f"at step {step}"
+            return None, f"not started again after {_MAX_FAILURES} failures in a row {where}"
         wait, self._wait = self._wait, min(2 * self._wait, _LONGEST_WAIT)
         self._left -= 1
         return wait, f"starting again in {wait} s (restarts left: {self._left})"

@@ -1,7 +1,5 @@
 """Processes that train together: how they join, watch each other, and end together.
 
-A thread ends a process whose main thread waits for another process that never comes.
-
 An exchange between processes runs in C++, where no signal handler of Python runs, and the failure
 of another process does not end it. So a process that fails leaves a note at the coordinator, and
 every process looks for such a note.
@@ -38,7 +36,7 @@ _LOOKS_OF_ALL = 200
 # Seconds without progress after SIGTERM; with the steps before and after that makes ten.
 _STOP_SECONDS = 6.0
 # A slow step is no standstill: it may take this many times as long as earlier ones.
-_USUAL = 3.0
+_SLOWDOWN = 3.0
 # The limit for the first evaluation, of which no earlier one tells the length.
 _FIRST_SECONDS = 120.0
 # Without SIGTERM the bytes of a save count only after this long without a step.
@@ -76,8 +74,8 @@ class Watch:
         self._bytes_written: Callable[[], int] = int
         self._shortest: dict[Hashable, float] = {}
         self._last_step_time: float | None = None
-        self._longest_besides = 0.0
-        self._is_besides = False
+        self._longest_outside_steps = 0.0
+        self._is_outside_steps = False
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -103,12 +101,12 @@ class Watch:
     @contextlib.contextmanager
     def outside_steps(self) -> Iterator[None]:
         """Run the block as work that may take longer than a step, such as an evaluation."""
-        self._is_besides, began = True, time.monotonic()
+        self._is_outside_steps, began = True, time.monotonic()
         try:
             yield
         finally:
-            self._is_besides = False
-            self._longest_besides = max(self._longest_besides, time.monotonic() - began)
+            self._is_outside_steps = False
+            self._longest_outside_steps = max(self._longest_outside_steps, time.monotonic() - began)
             self._last_step_time = None  # the interval to the next step does not measure a step
 
     def watch_save(self, written: Callable[[], int]) -> None:
@@ -167,9 +165,9 @@ class Watch:
         """Return the seconds that the present work of the main thread may take."""
         # The shortest step of each kind, since the first ones may include compilation.
         usual = max([0.0, *self._shortest.values()])
-        if self._is_besides:
-            usual = self._longest_besides or _FIRST_SECONDS / _USUAL
-        return max(_STOP_SECONDS, _USUAL * usual)
+        if self._is_outside_steps:
+            usual = self._longest_outside_steps or _FIRST_SECONDS / _SLOWDOWN
+        return max(_STOP_SECONDS, _SLOWDOWN * usual)
 
     def _progress_counters(self, looks_at_disk: bool) -> tuple[int, int, int]:
         """Return numbers that change whenever steps or a save advance.

@@ -1,4 +1,4 @@
-"""The objects in a bucket: JSON for decisions, safetensors for arrays; no pickle anywhere.
+"""What lies in the bucket of a run: JSON for decisions, safetensors for arrays; no pickle anywhere.
 
     run.json                                what all islands agree on, and where the run starts
     rounds/00000007/joins-paris-<id>        it trains towards round 7, and was not in round 6
@@ -9,12 +9,6 @@
     islands/paris.json                      what an island last did; nothing depends on it
 
 `<id>` is of the island's process: no two processes write the same object of a round.
-
-The small objects that say what a run is: its settings, and what each island last did.
-
-Who takes part in a run, by what lies in the store.
-
-How a displacement travels: as float32, or in the few bits of a codec.
 """
 
 import hashlib
@@ -39,11 +33,15 @@ MAX_JSON = 1 << 20
 MAX_HEADER = 1 << 26  # bytes that may describe the arrays of an object, and of run.json
 _OWN_HEADER = 1 << 16  # those of them that name no array
 _HEADER_KEY = "islands"
+Shapes = Mapping[str, tuple[tuple[int, ...], Any]]  # shape and dtype of each array by name
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 
 class FormatError(ValueError):
     """The error of an object that is not what its key says."""
+
+
+# Keys.
 
 
 def checked_name(name: Any) -> str:
@@ -82,6 +80,11 @@ def snapshot_key(number: int, digest: str) -> str:
     return f"snapshots/{number:08d}-{digest[:16]}"
 
 
+def note_key(name: str) -> str:
+    """Return the key of an island's note."""
+    return f"islands/{name}.json"
+
+
 def parse_round(key: str) -> int | None:
     """Return the number of a round's folder or of a snapshot; None for another key."""
     found = re.fullmatch(r"(?:rounds|snapshots)/(\d{8})(?:[/-].*)?", key)
@@ -92,6 +95,9 @@ def parse_island(key: str, kind: str = "part") -> str | None:
     """Return the island that wrote a part, or another kind of object; None for another key."""
     found = re.fullmatch(rf"rounds/\d{{8}}/{kind}-(.+)-[0-9a-f]+", key)
     return found[1] if found and _NAME.fullmatch(found[1]) else None
+
+
+# Objects of JSON, and headers.
 
 
 @dataclass(frozen=True)
@@ -226,6 +232,108 @@ class Note(_Record):
     received: int
 
 
+def read_run(store: Store) -> Run | None:
+    """Return the run in a store; None if there is none.
+
+    Raises:
+      IslandsError: something else.
+    """
+    try:
+        try:
+            data = store.get(RUN, MAX_JSON)
+        except TooLargeError:  # of a model with very many leaves
+            data = store.get(RUN, MAX_HEADER)
+        return None if data is None else Run.loads(data)
+    except (FormatError, TooLargeError) as error:
+        raise IslandsError(f"{store.url}/{RUN} is unreadable: {error}") from error
+
+
+def read_note(store: Store, key: str) -> Note | None:
+    """Return what an island last did; None if nothing readable says so."""
+    try:
+        data = store.get(key, MAX_JSON)
+        return None if data is None else Note.loads(data)
+    except (FormatError, TooLargeError):
+        return None
+
+
+_SETTINGS = {
+    "leaves": "the model",
+    "sync_every": "`sync_every`",
+    "codec": "`codec`",
+    "optimizer": "`outer_optimizer` (its program)",
+    "max_norm_ratio": "`max_norm_ratio`",
+}
+
+
+def check_settings(url: str, run: Run, settings: Run) -> None:
+    """Raise `IslandsError` naming what differs from the run; "" and [] are not known yet."""
+    for name, what in _SETTINGS.items():
+        theirs, mine = getattr(run, name), getattr(settings, name)
+        if mine and theirs != mine:
+            if name == "leaves":
+                pairs = (theirs, mine), (mine, theirs)
+                theirs, mine = (", ".join((sorted({*x} - {*y}) or x)[:3]) for x, y in pairs)
+            raise IslandsError(
+                f"{url}/{RUN}: {what} of this run is {theirs}, and this island has {mine}."
+            )
+
+
+def leaf_descriptions(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[str]:
+    """Return a text for each leaf of a model."""
+    return [f"{n}[{','.join(map(str, s))}]" for n, s in zip(names, shapes, strict=True)]
+
+
+# Arrays.
+
+
+class Wire:
+    """The payload of a part.
+
+    Args:
+      codec: a codec of `js.codecs`; None sends float32.
+      size: number of elements of the model.
+
+    Attributes:
+      shapes: name, shape and dtype of its array.
+    """
+
+    def __init__(self, codec: Codec | None, size: int) -> None:
+        self._codec: Any = codec
+        self._size = size
+        self.error_feedback = codec is not None and codec.error_feedback
+        self.shapes: Shapes = {"displacement": ((size,), np.float32)}
+        if codec is not None:
+            row = jax.ShapeDtypeStruct((1, size), np.float32)
+            self._packed = jax.eval_shape(codec.encode, row).shape
+            self._encode = jax.jit(codec.encode)
+            self.shapes = {"codes": ((math.prod(self._packed),), np.uint8)}
+
+    def encode(self, x: np.ndarray) -> np.ndarray:
+        """Return a vector of float32 as it is sent."""
+        if self._codec is None:
+            return x
+        return jax.device_get(self._encode(jax.device_put(x[None]))).reshape(-1)
+
+    def decode(self, sent: np.ndarray) -> np.ndarray:
+        """Return the vector that was sent, the same bits on every machine."""
+        if self._codec is None:
+            return sent
+        return self._codec.decode(sent.reshape(self._packed), self._size)[0]
+
+
+def concatenate(leaves: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the leaves of a model as one vector."""
+    return np.concatenate([np.ravel(x) for x in leaves]) if leaves else np.zeros(0, np.float32)
+
+
+def split_like(x: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return a vector as leaves; the inverse of `concatenate`."""
+    ends = np.cumsum([leaf.size for leaf in like])
+    parts = np.split(x, ends[:-1]) if like else []
+    return [part.reshape(leaf.shape) for part, leaf in zip(parts, like, strict=True)]
+
+
 def dump(header: _Record, arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return arrays and their header as safetensors."""
     from safetensors import numpy as safetensors
@@ -245,9 +353,7 @@ def parse_header(data: bytes, kind: type[Any]) -> Any:
     return kind.loads(text)
 
 
-def parse_arrays(
-    data: bytes, shapes: Mapping[str, tuple[tuple[int, ...], Any]]
-) -> list[np.ndarray]:
+def parse_arrays(data: bytes, shapes: Shapes) -> list[np.ndarray]:
     """Return the arrays of safetensors in this order; raise `FormatError` unless they are these."""
     from safetensors import numpy as safetensors
 
@@ -261,7 +367,7 @@ def parse_arrays(
     return [arrays[name] for name in shapes]
 
 
-def max_num_bytes(shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> int:
+def max_num_bytes(shapes: Shapes) -> int:
     """Return the largest size in bytes of an object that holds these arrays.
 
     Raises:
@@ -272,9 +378,8 @@ def max_num_bytes(shapes: Mapping[str, tuple[tuple[int, ...], Any]]) -> int:
     )
     if header > MAX_HEADER:
         raise ValueError(
-            f"islands: `state` must have parameters whose names and shapes fit headers of at most "
-            f"{MAX_HEADER / 1e6:.1f} MB, and these {len(shapes)} names need up to "
-            f"{header / 1e6:.1f} MB."
+            f"islands: names and shapes of parameters in `state` must fit headers of at most "
+            f"{MAX_HEADER / 1e6:.1f} MB, and these {len(shapes)} names need {header / 1e6:.1f} MB."
         )
     return header + sum(math.prod(s) * np.dtype(d).itemsize for s, d in shapes.values())
 
@@ -287,61 +392,7 @@ def sha256(*buffers: Any) -> str:
     return digest.hexdigest()
 
 
-def leaf_descriptions(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[str]:
-    """Return a text for each leaf of a model."""
-    return [f"{n}[{','.join(map(str, s))}]" for n, s in zip(names, shapes, strict=True)]
-
-
-def read_run(store: Store) -> Run | None:
-    """Return the run in a store; None if there is none.
-
-    Raises:
-      IslandsError: something else.
-    """
-    try:
-        try:
-            data = store.get(RUN, MAX_JSON)
-        except TooLargeError:  # of a model with very many leaves
-            data = store.get(RUN, MAX_HEADER)
-        return None if data is None else Run.loads(data)
-    except (FormatError, TooLargeError) as error:
-        raise IslandsError(f"{store.url}/{RUN} is unreadable: {error}") from error
-
-
-def note_key(name: str) -> str:
-    """Return the key of an island's note."""
-    return f"islands/{name}.json"
-
-
-def read_note(store: Store, key: str) -> Note | None:
-    """Return what an island last did; None if nothing readable says so."""
-    try:
-        data = store.get(key, MAX_JSON)
-        return None if data is None else Note.loads(data)
-    except (FormatError, TooLargeError):
-        return None
-
-
-def check_settings(url: str, run: Run, settings: Run) -> None:
-    """Raise `IslandsError` naming what differs from the run; "" and [] are not known yet."""
-    for name, what in _SETTINGS.items():
-        theirs, mine = getattr(run, name), getattr(settings, name)
-        if mine and theirs != mine:
-            if name == "leaves":
-                pairs = (theirs, mine), (mine, theirs)
-                theirs, mine = (", ".join((sorted({*x} - {*y}) or x)[:3]) for x, y in pairs)
-            raise IslandsError(
-                f"{url}/{RUN}: {what} of this run is {theirs}, and this island has {mine}."
-            )
-
-
-_SETTINGS = {
-    "leaves": "the model",
-    "sync_every": "`sync_every`",
-    "codec": "`codec`",
-    "optimizer": "`outer_optimizer` (its program)",
-    "max_norm_ratio": "`max_norm_ratio`",
-}
+# Who takes part, by what lies in the bucket.
 
 
 class IslandStatus(NamedTuple):
@@ -417,13 +468,7 @@ def status(url: str) -> Status:
 
     Communication: one listing of the store, and one small object per island.
     """
-    return read_status(
-        Store(ObjectStore(url, creates=False), url, 10.0, Clock(), lambda line: None)
-    )
-
-
-def read_status(store: Store) -> Status:
-    """Return the status of the run in a store."""
+    store = Store(ObjectStore(url, creates=False), url, 10.0, Clock(), lambda line: None)
     run = read_run(store)
     if run is None:
         raise IslandsError(f"{store.url}: there is no run here.")
@@ -445,54 +490,3 @@ def read_status(store: Store) -> Status:
             )  # fmt: skip
     size = sum(entry.size for entry in entries)
     return Status(run.run, number, max(snapshots, default=0), size, islands)
-
-
-class Wire:
-    """The payload of a part.
-
-    Args:
-      codec: a codec of `js.codecs`; None sends float32.
-      size: number of elements of the model.
-
-    Attributes:
-      shapes: name, shape and dtype of its array.
-      num_bytes: bytes of its array.
-    """
-
-    def __init__(self, codec: Codec | None, size: int) -> None:
-        self._codec: Any = codec
-        self._size = size
-        self.error_feedback = codec is not None and codec.error_feedback
-        self.shapes: Mapping[str, tuple[tuple[int, ...], Any]]
-        if codec is None:
-            self.num_bytes, self.shapes = 4 * size, {"displacement": ((size,), np.float32)}
-            return
-        row = jax.ShapeDtypeStruct((1, size), np.float32)
-        self._packed = jax.eval_shape(codec.encode, row).shape
-        self._encode = jax.jit(codec.encode)
-        self.num_bytes = int(np.prod(self._packed))
-        self.shapes = {"codes": ((self.num_bytes,), np.uint8)}
-
-    def encode(self, x: np.ndarray) -> np.ndarray:
-        """Return a vector of float32 as it is sent."""
-        if self._codec is None:
-            return x
-        return jax.device_get(self._encode(jax.device_put(x[None]))).reshape(-1)
-
-    def decode(self, sent: np.ndarray) -> np.ndarray:
-        """Return the vector that was sent, the same bits on every machine."""
-        if self._codec is None:
-            return sent
-        return self._codec.decode(sent.reshape(self._packed), self._size)[0]
-
-
-def concatenate(leaves: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the leaves of a model as one vector."""
-    return np.concatenate([np.ravel(x) for x in leaves]) if leaves else np.zeros(0, np.float32)
-
-
-def split_like(x: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Return a vector as leaves; the inverse of `concatenate`."""
-    ends = np.cumsum([leaf.size for leaf in like])
-    parts = np.split(x, ends[:-1]) if like else []
-    return [part.reshape(leaf.shape) for part, leaf in zip(parts, like, strict=True)]

@@ -1,12 +1,14 @@
-"""The state of an island that checkpoints hold: which anchor its parameters come from.
+"""An island: a program of its own that trains one model with others through an object store.
 
-An island: a program of its own that trains one model with others through an object store.
+Its algorithm is that between its own replicas. After some updates `Island.exchange` takes the mean
+of the replicas, the first process exchanges it in a round, and all replicas go on from the result.
 """
 
 import functools
 import json
 import logging
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
@@ -19,7 +21,6 @@ import numpy as np
 import optax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from .._support.checks import ArgumentError, as_number, checked_int
 from .._support.types import PyTree
@@ -52,10 +53,15 @@ from ._format import (
 )
 from ._optimizer import HostOptimizer, checked_optimizer
 from ._rounds import Outcome, Rounds, Rules
-from ._store import Clock, IslandsError, ObjectStore, Store, parse_url
+from ._store import Clock, IslandsError, ObjectStore, Store, Traffic, parse_url
 
 if TYPE_CHECKING:
     from ..train import StepResult, TrainState
+
+
+_LOGGER = logging.getLogger("jaxslowmo.islands")
+_JOIN_SECONDS = 10.0  # how long a store may not answer when a user waits to begin
+_NOTE_BYTES = 4096
 
 
 class IslandState(NamedTuple):
@@ -91,8 +97,8 @@ def transform(
     inner = Algorithm() if base is None else base.algorithm
     if inner.has_anchor:
         raise ValueError(
-            f"islands: `base` must not keep an anchor, which an exchange would leave behind, "
-            f"got {inner.owner}; take js.local_sgd or js.sgp."
+            f"islands: `base` must not keep an anchor, got {inner.owner}; take js.local_sgd or "
+            "js.sgp."
         )
     error_feedback = codec is not None and codec.error_feedback
     return ParameterTransform(_with_island_state(inner, error_feedback=error_feedback))
@@ -114,10 +120,6 @@ def _with_island_state(base: Algorithm, *, error_feedback: bool) -> Algorithm:
         return _with_island_state(base.bound(axis_sizes, params), error_feedback=error_feedback)
 
     return replace(wrap_algorithm(base), local=local, owner="islands", bind=base.bind and bind)
-
-
-_LOGGER = logging.getLogger("jaxslowmo.islands")
-_JOIN_SECONDS = 10.0  # how long a store may not answer when a user waits to begin
 
 
 class Report(NamedTuple):
@@ -238,7 +240,8 @@ class Island:
           requests; see `report`.
         """
         _check_state(state)
-        values, island_state = _replica_mean(state), _island_state(state)
+        values = _replica_mean(state)
+        island_state = next(iter(parts_of(state.exchange.local, IslandState)), None)
         if self._has_joined and self._starts_exchange(_replicated_int(state.step)):
             self._start_exchange(state, values)
             return state
@@ -295,9 +298,8 @@ class Island:
     def _start_exchange(self, state: "TrainState", values: list[np.ndarray]) -> None:
         """Let a thread exchange this state, unless an exchange is under way."""
         if self._rounds is not None and self._background is None:
-            self._background = _BackgroundExchange(
-                values, self._make_exchange(self._rounds, state, values)
-            )
+            exchange = self._make_exchange(self._rounds, state, values)
+            self._background = _BackgroundExchange(values, exchange)
 
     def _run_exchange(
         self, rounds: Rounds, state: "TrainState", values: list[np.ndarray]
@@ -320,10 +322,10 @@ class Island:
         self._exchanges += 1
         weight = float(len(state.step) if self._weight is None else self._weight)
         leaves = leaf_descriptions(leaf_names(state.params), [x.shape for x in values])
-        updates = _replicated_int(state.step)
+        url, updates = self._required_store.url, _replicated_int(state.step)
 
         def exchange() -> Outcome | None:
-            check_settings(rounds.url, rounds.run, replace(self._settings, leaves=leaves))
+            check_settings(url, rounds.run, replace(self._settings, leaves=leaves))
             return rounds.exchange(values, weight, updates)
 
         return exchange
@@ -336,11 +338,11 @@ class Island:
         leaves = leaf_descriptions(leaf_names(params), [x.shape for x in values])
         settings = replace(self._settings, optimizer=optimizer.text, leaves=leaves)
         wire = Wire(self._codec, sum(x.size for x in values))
-        rounds = Rounds(store, self._rules, optimizer, wire, settings, store.clock, self._say)
+        rounds = Rounds(store, self._rules, optimizer, wire, settings, self._say)
         store.patience = min(deadline, _JOIN_SECONDS)
         rounds.join(values, known)
         store.patience = deadline
-        store.traffic.clear()
+        store.traffic = Traffic()
         return rounds
 
     @property
@@ -447,8 +449,8 @@ def join(
     if delay and (delay >= schedule.k or schedule.before == "all"):
         raise ArgumentError(
             "delay",
-            f"{owner}: `delay` must be less than the updates between two exchanges, so that one "
-            f"is under way at a time, got delay={delay} and sync_every={sync_every!r}.",
+            f"{owner}: `delay` must be less than the updates between two exchanges, got {delay} "
+            f"with sync_every={sync_every!r}.",
         )
     say = functools.partial(_LOGGER.warning, "island %s: %s", name)
     period = str(schedule.k) if schedule == every(schedule.k) else repr(schedule)
@@ -468,13 +470,10 @@ def join(
 
 def late_share(late: Any) -> float:
     """Return the share of late progress that is kept: that of "drop", "carry" or "carry:0.5"."""
-    kind, has_share, text = late.partition(":") if isinstance(late, str) else ("", "", "")
     if late in ("drop", "carry"):
         return float(late == "carry")
-    try:
-        share = float(text) if kind == "carry" and has_share else math.nan
-    except ValueError:
-        share = math.nan
+    found = re.fullmatch(r"carry:([0-9]*\.?[0-9]+)", str(late))
+    share = float(found[1]) if found else 0.0
     if not 0 < share <= 1:
         raise ArgumentError(
             "late",
@@ -525,17 +524,17 @@ class _BackgroundExchange:
         self, start_values: list[np.ndarray], exchange: Callable[[], Outcome | None]
     ) -> None:
         self.start_values, self.outcome = start_values, Future[Outcome | None]()
-        self._exchange = exchange
-        threading.Thread(target=self._run, name="islands", daemon=True).start()
 
-    def _run(self) -> None:
-        try:
-            self.outcome.set_result(self._exchange())
-        except BaseException as error:  # the island raises it when it waits
-            self.outcome.set_exception(error)
+        def run() -> None:
+            try:
+                self.outcome.set_result(exchange())
+            except BaseException as error:  # the island raises it when it waits
+                self.outcome.set_exception(error)
+
+        threading.Thread(target=run, name="islands", daemon=True).start()
 
 
-# The state of a step, on devices, and what the first process knows of it.
+# From the state on devices to the exchange, and back.
 
 
 class _Position(NamedTuple):
@@ -568,42 +567,52 @@ class _ExchangeResult(NamedTuple):
     is_counted: bool
 
 
-def _replicated_int(x: jax.Array) -> int:
-    """Return a number that is equal on all replicas."""
-    return int(np.asarray(x.addressable_data(0)).flat[0])
-
-
-def _island_state(state: "TrainState") -> IslandState | None:
-    found = parts_of(state.exchange.local, IslandState)
-    return found[0] if found else None
+def _broadcast_result(
+    run: Callable[[], _ExchangeResult | None], like: list[np.ndarray]
+) -> _ExchangeResult | None:
+    """Return on all processes what the first one found; an error of it is raised on all."""
+    result, note = None, {"error": "", "position": None, "lost": False}
+    if jax.process_index() == 0:
+        try:
+            result = run()
+        except Exception as error:  # the others would wait for it forever
+            note["error"] = f"{type(error).__name__}: {error}"[: _NOTE_BYTES // 16]
+    if result is not None:
+        note |= {"position": result.position, "is_counted": result.is_counted}
+        note["lost"] = result.lost is not None
+    send = multihost_utils.broadcast_one_to_all
+    text = np.frombuffer(json.dumps(note).encode().ljust(_NOTE_BYTES), np.uint8)
+    note = json.loads(bytes(np.asarray(send(text)).tolist()))
+    if note["error"]:
+        raise IslandsError(note["error"])
+    if note["position"] is None:
+        return None
+    arrays = [like if result is None else result.target]
+    if note["lost"]:
+        arrays.append(like if result is None or result.lost is None else result.lost)
+    arrays = jax.tree.map(np.asarray, send(arrays))
+    lost = arrays[1] if note["lost"] else None
+    return _ExchangeResult(arrays[0], _Position(*note["position"]), lost, note["is_counted"])
 
 
 def _check_state(state: "TrainState") -> None:
     """Raise `ValueError` for a state that islands can't exchange yet, by name."""
     if not hasattr(state, "opt_state"):
         raise ValueError(f"islands: `state` must be a js.TrainState, got {type(state).__name__}.")
-    params = state.params
-    if not isinstance(params, WithTables) and not sum(x.size for x in jax.tree.leaves(params)):
+    if isinstance(state.params, WithTables) or parts_of(state.params, Staged):
+        what = "tables" if isinstance(state.params, WithTables) else "parameters in stages"
+        raise ValueError(f"islands: `state` has {what}, which islands do not exchange.")
+    names, leaves = leaf_names(state.params), jax.tree.leaves(state.params)
+    if not sum(x.size for x in leaves):
         raise ValueError("islands: `state` has no parameters, or none with an element.")
-    if isinstance(params, WithTables):
-        raise ValueError("islands: `state` has tables, which islands do not exchange.")
-    if parts_of(params, Staged):
-        raise ValueError(
-            "islands: `state` has parameters in stages, which islands do not exchange."
-        )
     if _keeps_parameters(state):
         raise ValueError(
-            "islands: `state` is of a step whose `sync` keeps an anchor, or parameters under way, "
-            "which an exchange would leave behind: the islands' outer step takes its place. Use "
-            "js.local_sgd or js.sgp between the replicas, or nothing."
+            "islands: `sync` of the step of `state` keeps an anchor, or parameters under way, and "
+            "an exchange would leave it behind: use js.local_sgd, js.sgp or nothing."
         )
-    names = leaf_names(params)
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"islands: parameters must have names of their own: {', '.join(twice)}.")
-    wide = [
-        name for name, x in zip(names, jax.tree.leaves(params), strict=True) if x.dtype.itemsize > 4
-    ]
+    wide = [name for name, x in zip(names, leaves, strict=True) if x.dtype.itemsize > 4]
     if wide:
         raise ValueError(
             f"islands: parameters must have at most 32 bits, not so: {', '.join(wide)}."
@@ -623,6 +632,20 @@ def _keeps_parameters(state: "TrainState") -> bool:
     )
 
 
+def _replicated_int(x: jax.Array) -> int:
+    """Return a number that is equal on all replicas."""
+    return int(np.asarray(x.addressable_data(0)).flat[0])
+
+
+def _replica_mean(state: "TrainState") -> list[np.ndarray]:
+    """Return the mean of the replicas as leaves of float32, on the host of each process."""
+    mesh, axis_name = _mesh_and_axis(jax.tree.leaves(state.params)[0])
+    shares = shares_of_gossip((state.opt_state, state.exchange.local))
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), state.params)
+    mean = consensus(wide, mesh=mesh, axis_name=axis_name, shares=shares)
+    return [_on_host(x) for x in jax.tree.leaves(mean)]
+
+
 def _mesh_and_axis(x: jax.Array) -> tuple[Any, Any]:
     """Return a mesh and the replica axis of a stacked array."""
     where, count = x.sharding, x.shape[0]
@@ -638,31 +661,17 @@ def _mesh_and_axis(x: jax.Array) -> tuple[Any, Any]:
     return virtual_mesh({"replica": count}, devices[:parts]), "replica"
 
 
-def _replica_mean(state: "TrainState") -> list[np.ndarray]:
-    """Return the mean of the replicas as leaves of float32, on the host of each process."""
-    leaves = jax.tree.leaves(state.params)
-    if not leaves:
-        return []
-    mesh, axis_name = _mesh_and_axis(leaves[0])
-    shares = shares_of_gossip((state.opt_state, state.exchange.local))
-    wide = jax.tree.map(lambda x: x.astype(jnp.float32), state.params)
-    mean = consensus(wide, mesh=mesh, axis_name=axis_name, shares=shares)
-    return [np.asarray(_gather_addressable(x), np.float32) for x in jax.tree.leaves(mean)]
-
-
-def _gather_addressable(x: jax.Array) -> Any:
-    """Return an array that this process holds all of."""
-    if x.is_fully_addressable or x.is_fully_replicated:
-        return x.addressable_data(0) if x.is_fully_replicated else x
-    assert isinstance(x.sharding, NamedSharding)
-    everywhere = NamedSharding(x.sharding.mesh, P())
-    return jax.jit(lambda x: x, out_shardings=everywhere)(x).addressable_data(0)
+def _on_host(x: jax.Array) -> np.ndarray:
+    """Return an array of which this process may hold only a part, as float32."""
+    if not (x.is_fully_addressable or x.is_fully_replicated):
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x, np.float32)
 
 
 def _move_replicas(state: "TrainState", target: list[np.ndarray], merge: float) -> "TrainState":
     """Return the state with all replicas at the target, but for the share that they keep."""
     leaves, tree = jax.tree.flatten(state.params)
-    target = put_on_all_devices(target, _mesh_and_axis(leaves[0])[0]) if leaves else target
+    target = put_on_all_devices(target, _mesh_and_axis(leaves[0])[0])
     moved = [_jitted_merge(x.sharding, merge)(x, to) for x, to in zip(leaves, target, strict=True)]
     params, opt_state = jax.tree.unflatten(tree, moved), state.opt_state
     if moving_states(opt_state):
@@ -701,34 +710,3 @@ def _with_position(
     is_one = lambda x: isinstance(x, IslandState)  # noqa: E731
     local = jax.tree.map(lambda x: new if is_one(x) else x, state.exchange.local, is_leaf=is_one)
     return state._replace(exchange=state.exchange._replace(local=local))
-
-
-_NOTE_BYTES = 4096
-
-
-def _broadcast_result(
-    run: Callable[[], _ExchangeResult | None], like: list[np.ndarray]
-) -> _ExchangeResult | None:
-    """Return on all processes what the first one found; an error of it is raised on all."""
-    result, note = None, {"error": "", "position": None, "lost": False}
-    if jax.process_index() == 0:
-        try:
-            result = run()
-        except Exception as error:  # the others would wait for it forever
-            note["error"] = f"{type(error).__name__}: {error}"[: _NOTE_BYTES // 16]
-    if result is not None:
-        note |= {"position": result.position, "is_counted": result.is_counted}
-        note["lost"] = result.lost is not None
-    send = multihost_utils.broadcast_one_to_all
-    text = np.frombuffer(json.dumps(note).encode().ljust(_NOTE_BYTES), np.uint8)
-    note = json.loads(bytes(np.asarray(send(text)).tolist()))
-    if note["error"]:
-        raise IslandsError(note["error"])
-    if note["position"] is None:
-        return None
-    arrays = [like if result is None else result.target]
-    if note["lost"]:
-        arrays.append(like if result is None or result.lost is None else result.lost)
-    arrays = jax.tree.map(np.asarray, send(arrays))
-    lost = arrays[1] if note["lost"] else None
-    return _ExchangeResult(arrays[0], _Position(*note["position"]), lost, note["is_counted"])

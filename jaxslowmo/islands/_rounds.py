@@ -13,7 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from ._format import (
     Note,
     Part,
     Run,
+    Shapes,
     Snapshot,
     Wire,
     check_settings,
@@ -48,7 +49,7 @@ from ._format import (
     split_like,
 )
 from ._optimizer import HostOptimizer
-from ._store import Clock, IslandsError, Store, StoreError, TooLargeError
+from ._store import IslandsError, Store, StoreError, TooLargeError
 
 _POLL_SECONDS = 0.05, 2.0  # the first and the longest pause between two looks at a round
 _PROGRESS_SECONDS = 30.0
@@ -149,7 +150,6 @@ class Rounds:
       optimizer: the outer optimizer.
       wire: how displacements travel.
       settings: what all islands must agree on; `run` and `digest` are those of the store's run.
-      clock: this machine's time.
       say: function that shows one line to the user.
 
     Attributes:
@@ -168,11 +168,10 @@ class Rounds:
         optimizer: HostOptimizer,
         wire: Wire,
         settings: Run,
-        clock: Clock,
         say: Callable[[str], None],
     ) -> None:
         self._store, self._rules, self._optimizer, self._wire = store, rules, optimizer, wire
-        self._settings, self._clock, self._say = settings, clock, say
+        self._settings, self._clock, self._say = settings, store.clock, say
         self._process = secrets.token_hex(8)
         self._pending_part: _PendingPart | None = None
         self._missed_last_round = False  # whether the last round was decided without this island
@@ -180,11 +179,6 @@ class Rounds:
         self._part_limit = max_num_bytes(wire.shapes)
         self._snapshot_limit = max_num_bytes(self._snapshot_shapes())
         self.residual: np.ndarray | None = None
-
-    @property
-    def url(self) -> str:
-        """The URL of the run."""
-        return self._store.url
 
     # Joining.
 
@@ -213,8 +207,8 @@ class Rounds:
             run = read_run(self._store)  # another island may just have begun it
             if run is None:
                 raise IslandsError(
-                    f"{self._store.url} holds rounds of a run and no {RUN}: was it removed? Put it "
-                    "back, or take an empty folder."
+                    f"{self._store.url} holds rounds of a run and no {RUN}: put it back, or take "
+                    "an empty folder."
                 )
         if run is None:
             if not _are_finite(start):
@@ -759,7 +753,7 @@ class Rounds:
         arrays = dict(zip(names, [*anchor.values, *anchor.outer], strict=True))
         self._store.put(snapshot_key(anchor.round, anchor.digest), dump(header, arrays))
 
-    def _snapshot_shapes(self) -> dict[str, tuple[tuple[int, ...], Any]]:
+    def _snapshot_shapes(self) -> Shapes:
         names = [x.rpartition("[")[0] for x in self._settings.leaves]
         values = zip(names, self._optimizer.shapes, strict=True)
         return {

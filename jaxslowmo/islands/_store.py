@@ -203,10 +203,6 @@ class Traffic:
     sent: int = 0
     received: int = 0
 
-    def clear(self) -> None:
-        """Begin to count again."""
-        self.requests, self.sent, self.received = Counter(), 0, 0
-
 
 class Clock(NamedTuple):
     """This machine's own time, which is never compared with another's."""

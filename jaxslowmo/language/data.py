@@ -1,7 +1,4 @@
-"""Byte corpora from files: the source of the standard library, or any file or folder.
-
-Division of a corpus into replica shares and a held-out part, and batches of windows.
-"""
+"""Text as bytes: a corpus of files, its division between replicas, and batches of windows."""
 
 import dataclasses
 import functools
@@ -264,7 +261,7 @@ def _cut(
         raise ArgumentError(
             "replicas",
             f"`replicas` must not exceed the bytes to share out, got {num_replicas} replicas for "
-            f"a file of {size} bytes; use a larger file.",
+            f"{size} bytes.",
         )
     # Ends are rounded multiples, so that parts differ by at most one byte.
     ends = [(size - held_out) * i // num_replicas for i in range(num_replicas + 1)] + [size]
@@ -282,15 +279,14 @@ def _deal(
     if len(documents) == 1:
         raise ArgumentError(
             "data",
-            "`data` must hold at least two text files, one of them for validation, got only "
-            f"{documents[0].name} in {corpus.source}; pass that file itself, it is cut into parts.",
+            f"`data` must hold at least two text files, got only {documents[0].name} in "
+            f"{corpus.source}; pass that file itself, which is cut into parts.",
         )
     if len(documents) < num_replicas + 1:
         raise ArgumentError(
             "replicas",
-            f"`replicas` must leave one file for validation, got {num_replicas} replicas for "
-            f"{len(documents)} text files in {corpus.source}; use at most {len(documents) - 1} "
-            "replicas, add files, or pass one file, which is cut into parts.",
+            f"`replicas` must be at most {len(documents) - 1}, one less than the text files in "
+            f"{corpus.source}, got {num_replicas}; or pass one file, which is cut into parts.",
         )
     # Hold out the middle file of each group, and at least one. A folder's first file is often
     # unusual (README, __init__), and validation should resemble the rest.
@@ -362,9 +358,8 @@ class TextBatches(Iterator[np.ndarray]):
             if share.size < batch_size * window:
                 raise ArgumentError(
                     "data",
-                    f"`data` must hold at least one batch per replica, {batch_size} windows of "
-                    f"{window} bytes = {batch_size * window} bytes; replica {replica} of "
-                    f"{len(shares)} got {share.size}: use more text, fewer replicas, "
+                    f"`data` must hold a batch of {batch_size * window} bytes per replica; replica "
+                    f"{replica} of {len(shares)} got {share.size}: use more text, fewer replicas, "
                     "a smaller batch or a shorter context.",
                 )
         self._shares = tuple(shares)
@@ -406,10 +401,7 @@ class TextBatches(Iterator[np.ndarray]):
                     f"`state` must be of an iterator with {name}={current[name]}, "
                     f"got {state.get(name)}."
                 )
-        next_batch = state.get("next_batch")
-        if not isinstance(next_batch, int) or next_batch < 0:
-            raise ValueError(f"`state['next_batch']` must be an int >= 0, got {next_batch!r}.")
-        self._next_batch = next_batch
+        self._next_batch = state["next_batch"]
 
     def _windows(self, i: int, index: int) -> np.ndarray:
         share = self._shares[i]

@@ -88,7 +88,6 @@ ROWS = {
     "an array as extra": Refusal(lambda: save(extra={"array": np.ones(1)}), "`extra`", "ndarray"),
     "no checkpoint": refused(lambda: restored("nowhere"), "nowhere"),
     "a file for a folder": Refusal(lambda: restored("file"), "file", "", NotADirectoryError),
-    "no folder": Refusal(lambda: Checkpoints(None), "`folder`", "None"),
     "a step as text": Refusal(lambda: restored(number="3"), "`step`", "'3'"),
     "no training step": Refusal(lambda: restored(step=len), "`train_step`", "builtin"),
     "no such step": refused(

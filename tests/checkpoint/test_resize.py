@@ -43,8 +43,8 @@ def momentum(state: js.TrainState):
 
 NOTES = {
     "slowmo over sgp": ("push-sum", "in flight", "kept exactly", "averaged", "PRNG"),
-    "own anchors": ("anchor and slow momentum of its own",),
-    "noloco": ("anchor and slow momentum of its own", "averaged"),
+    "own anchors": ("slow momentum of its own",),
+    "noloco": ("slow momentum of its own", "averaged"),
     "all_reduce": ("error feedback", "Counters go on"),
 }
 

@@ -59,8 +59,7 @@ def test_what_a_file_server_does_not_remove_yet_is_in_nobodys_way(
 ):
     """Imitate files on NFS that another program has open: their folder cannot be removed."""
     said = []
-    for name in ("_writing", "_folder"):
-        monkeypatch.setattr(f"jaxslowmo.checkpoint.{name}.warn_user", said.append)
+    monkeypatch.setattr("jaxslowmo.checkpoint._writing.warn_user", said.append)
     checkpoints = Checkpoints(tmp_path, keep=1)
     with monkeypatch.context() as patch:
         patch.setattr(type(epath.Path(tmp_path)), "rmtree", failing(errno.EBUSY))

@@ -90,7 +90,7 @@ def test_what_follows_from_other_options():
     assert warmup("--steps", 300, "--warmup", 3) == (3, 300)
     mesh = asked("--mesh", "stage=2,fsdp=1, replica = 3,device=2", "--batch", 8).mesh
     assert [*mesh.sizes.items()] == [("replica", 3), ("device", 2), ("stage", 2)]
-    assert (mesh.num_replicas, mesh.devices_of_a_replica, mesh.shares_of_a_batch) == (3, 4, 2)
+    assert (mesh.num_replicas, mesh.devices_per_replica, mesh.batch_shards) == (3, 4, 2)
     assert asked("--mesh", "fsdp=2", "--replicas", 5).mesh.num_replicas == 5
     for batch, asked_for, count in ((16, None, 8), (8, None, 4), (6, None, 3), (16, 2, 2)):
         values = {"mesh": "stage=2,fsdp=2", "batch": batch, "microbatches": asked_for}
@@ -180,14 +180,12 @@ def test_a_plain_scalar_of_yaml_is_what_json_makes_of_it_else_text(text):
         ("a.yaml", "tensorboard: no", "'no'"),
         ("a.yaml", "data: [a, b]", "plain values"),
         ("a.yaml", "steps: {a: 3}", "plain values"),
-        ("a.yaml", "data: !!str 5", "tags"),
-        ("a.yaml", "steps: &a 3\nbatch: *a", "anchors"),
         ("a.yaml", "steps: 3\nsteps: 4", "twice"),
         ("a.json", '{"log-every": 3, "log_every": 4}', "twice"),
         ("a.yaml", "- steps", "mapping"),
-        ("a.yaml", "steps: 3\n---\nsteps: 4", "mapping"),
+        ("a.yaml", "steps: 3\n---\nsteps: 4", "single document"),
         ("a.yaml", "steps: [", "YAML"),
-        ("a.yaml", "{a: " * 5000, "YAML"),
+        ("a.yaml", "{a: " * 5000, "nested"),
         ("a.json", "[" * 100_000, "nested"),
         ("a.json", '{"steps": ' * 100_000, "nested"),
         ("a.json", '{"steps": 3', "delimiter"),

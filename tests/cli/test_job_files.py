@@ -74,7 +74,7 @@ def test_job_sets(file):
     # A replica per slice, or per process where there are none, on all chips.
     limits = container["resources"].get("limits", {})
     devices = job["replicas"] * pods["parallelism"] * limits.get("google.com/tpu", 1)
-    replicas, each = config.mesh.num_replicas, config.mesh.devices_of_a_replica
+    replicas, each = config.mesh.num_replicas, config.mesh.devices_per_replica
     assert replicas == job["replicas"] * (1 if limits else pods["parallelism"])
     assert replicas * each == devices
     assert pods["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]

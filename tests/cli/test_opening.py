@@ -15,7 +15,7 @@ PROGRAM = """
 import json
 from pathlib import Path
 from jaxslowmo._support import coordinator as notes
-from jaxslowmo.cli import _agreement
+from jaxslowmo.cli import _folder
 from jaxslowmo.cli._folder import open_run
 from jaxslowmo.cli._config import TrainConfig, replace_options
 from jaxslowmo.cli._errors import code_of, describe
@@ -23,8 +23,8 @@ from jaxslowmo.cli._processes import Cluster
 from jaxslowmo.data import read_corpus
 
 root = Path(__file__).parent
-_agreement._FILE_SERVER_SECONDS = 0.2
-version = _agreement.version
+_folder._FILE_SERVER_SECONDS = 0.2
+version = _folder.version
 
 def meet(name):
     notes.write_note(f"{name}/{rank}", "")
@@ -34,8 +34,8 @@ for i, case in enumerate(json.loads((root / "cases.json").read_text())):
     own = {"steps": 10, "out": "out", "text": "text"} | case[rank]
     out, data = root / str(i) / own.pop("out"), root / own.pop("text")
     number = own.pop("version", None)
-    _agreement.version = (lambda package: number) if number else version
-    _agreement._KEY = f"case{i}"
+    _folder.version = (lambda package: number) if number else version
+    _folder._KEY = f"case{i}"
     try:
         if own.pop("late", False):
             raise OSError(5, "late")
@@ -44,7 +44,7 @@ for i, case in enumerate(json.loads((root / "cases.json").read_text())):
         cluster = Cluster(rank, 2)
         with open_run(config, corpus, cluster) as (folder, config):
             if config.run.overwrite:
-                _agreement.clear_folder(config, folder, cluster)
+                _folder.clear_folder(config, folder, cluster)
             assert not config.run.overwrite or not (out / "checkpoints").exists()
             print("go", config.run.steps, config.schedule_length, config.checkpoint.resume)
             meet(f"through{i}")

@@ -308,7 +308,7 @@ def named_rounds(process: Any, names: list[str]) -> Rounds:
     store = Store(process, "memory://run", 5.0, process.clock, quiet)
     agreed = Run("", "", "1", "None", optimizer.text, leaf_descriptions(names, shapes))
     wire = Wire(None, len(names))
-    return Rounds(store, Rules("a"), optimizer, wire, agreed, process.clock, quiet)
+    return Rounds(store, Rules("a"), optimizer, wire, agreed, quiet)
 
 
 def test_a_model_of_many_leaves_is_read_as_it_was_written():

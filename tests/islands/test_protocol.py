@@ -119,7 +119,7 @@ class Example:
         agreed = Run(
             "", "", "1", self.setting.codec or "None", OPTIMIZER.text, [f"w[{SIZE}]"], 1e300
         )
-        return Rounds(store, rules, OPTIMIZER, self.wire, agreed, process.clock, lambda line: None)
+        return Rounds(store, rules, OPTIMIZER, self.wire, agreed, lambda line: None)
 
     def life(self, process: Process) -> None:
         """Join, train and exchange; if the process dies, begin another one later."""

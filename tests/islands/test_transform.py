@@ -147,5 +147,5 @@ def test_numbers_of_a_replica_are_no_parameters(base, tmp_path):
     [lambda: js.diloco("replica"), lambda: js.slowmo("replica", base=js.local_sgd("replica"))],
 )
 def test_a_base_with_an_anchor_is_refused_at_once(base):
-    with pytest.raises(ValueError, match=r"`base` must not keep an anchor, .* got (diloco|slowmo)"):
+    with pytest.raises(ValueError, match=r"`base` must not keep an anchor, got (diloco|slowmo)"):
         js.islands.transform(base())

@@ -52,8 +52,7 @@ def life(
         store = Store(process, "memory://run", 5.0, process.clock, said.append)
         agreed = Run("", "", "1", "None", optimizer.text, [f"w[{SIZE}]"])
         rules = Rules(name, deadline_seconds=DEADLINE, **options)
-        clock = process.clock
-        rounds = Rounds(store, rules, optimizer, wire, agreed, clock, said.append)
+        rounds = Rounds(store, rules, optimizer, wire, agreed, said.append)
         rounds.join([np.zeros(SIZE, np.float32)])
         process.sleep(1.0)  # until all have joined
         act(rounds)

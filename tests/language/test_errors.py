@@ -73,7 +73,6 @@ ROWS = {
     "window of layers": Refusal(lambda: gpt_layers(TINY).layers[0]({}, SHORT), "`batch`", (2, 8)),
     "a name of rules": Refusal(lambda: specs(("embd", "fsdp")), "`rules`", "embd"),
     "an axis of rules": Refusal(lambda: specs(("embed", "fsd")), "`rules`", "fsd"),
-    "rules that are no pairs": Refusal(lambda: specs("embed"), "`rules`", "embed"),
     "heads over four": Refusal(lambda: specs(("heads", ("fsdp", "tensor"))), "`num_heads`", 4),
     "16 over three": Refusal(lambda: specs(("norm", "three")), "bias", "has 16"),
     "no axis": Refusal(lambda: gpt_rules(AbstractMesh((2,), ("replica",))), "`mesh`", "replica"),
@@ -85,7 +84,6 @@ ROWS = {
     "a short share": Refusal(lambda: batches((51, 50), window=17), "51 bytes", "replica 1 of 2"),
     "a replica too few": Refusal(lambda: batches(replicas=(0,)), "`replicas`", (0,)),
     "another seed": Refusal(lambda: resumed(seed=1), "seed=0", 1),
-    "a batch below 0": Refusal(lambda: resumed(next_batch=-1), "next_batch", -1),
     "little held out": Refusal(held_out, "6 bytes", 5),
 }
 
