@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
-from .memory import separate
+from .tensors import separate
 
 
 class MasterModel:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch.utils.data
 
-from . import samples
 from .checks import as_count
 from .errors import describe
+from .tensors import dumps, loads
 
 
 class EndOfData(NamedTuple):
@@ -205,7 +205,7 @@ def _send_samples(dataset: Iterable[Any], senders: list[Connection]) -> None:
     try:
         iterator = iter(dataset)
         while True:
-            data = samples.dumps(next(iterator))
+            data = dumps(next(iterator))
             if not _send(senders[count % len(senders)], data):
                 return
             count += 1
@@ -215,7 +215,7 @@ def _send_samples(dataset: Iterable[Any], senders: list[Connection]) -> None:
         message = f"The dataset failed at sample {count}: {describe(error)}"
         end = EndOfData(message, traceback.format_exc())
     for sender in senders:
-        _send(sender, samples.dumps(end))
+        _send(sender, dumps(end))
 
 
 def _send(sender: Connection, data: bytes) -> bool:
@@ -232,7 +232,7 @@ def _deal_samples(receiver: Connection, queues: list[DeviceQueue]) -> None:
     count = 0
     try:
         while True:
-            sample = samples.loads(receiver.recv_bytes())
+            sample = loads(receiver.recv_bytes())
             if isinstance(sample, EndOfData):
                 end = sample
                 break

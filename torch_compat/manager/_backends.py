@@ -23,9 +23,7 @@ class TorchXla:
 
     def __init__(self):
         from .. import runtime
-        from ..data import TPUDataManager
-        from ..synchronizer import TPUSynchronizer
-        from ..xla_worker import DeviceGroup
+        from ..xla_worker import DeviceGroup, TPUDataManager, TPUSynchronizer
 
         self._runtime = runtime
         self.make_master, self.make_reader = TPUSynchronizer, TPUDataManager
@@ -69,9 +67,9 @@ class Torchax:
     def check_untouched(self) -> None:
         """Raise `RuntimeError` if the program has imported and started jax."""
         if "jax" in sys.modules:
-            from ..on_jax.device_process import is_started
+            from ..on_jax.device_process import has_devices
 
-            if is_started():
+            if has_devices():
                 raise RuntimeError(
                     "This process has started jax, whose devices a forked process cannot take "
                     "over. Start TPUManager before anything asks jax for a device or computes "

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checks import as_count, as_int
+from ..checks import as_batch_size, as_bool, as_callable, as_count, as_int, as_seconds
 from ..errors import TPUWorkerError
 from ..messages import StepStatistics
 from ..settings import Settings
 from ..worker import WorkerOptions, serve
-from ._arguments import as_batch_size, as_bool, as_callable, as_seconds
 from ._backends import choose_backend
 from ._exchange import StepExchange
 

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 import jaxslowmo as js
 from jaxslowmo.algorithms import shares_of_gossip
 
-from ..memory import separate
+from ..tensors import separate
 from ._arrays import jax_dtype, to_torch
-from ._checks import check_module
+from ._functional import check_module
 
 
 def load_back(module: torch.nn.Module, state: js.TrainState, step: Any = None) -> None:

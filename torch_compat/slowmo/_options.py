@@ -1,18 +1,22 @@
 """Checks of the constructor's arguments, and warnings for arguments without effect."""
 
+import inspect
 import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..checks import as_count, is_finite
 from ._places import Places
-from .backends import Backend, choose
+from .backends import Backend
 
 LOG = logging.getLogger("torch_compat.slowmo")
 _OVERLAP = (
@@ -20,17 +24,10 @@ _OVERLAP = (
     "run during the next step, and here one follows the other. In JAX, "
     "jaxslowmo.sgp(..., overlap=1) does it."
 )
-# The arguments of DistributedDataParallel beside those of this class: what means nothing here, and
-# what to do in place of others.
-_MEANINGLESS = (
-    *("device_ids", "output_device", "dim", "bucket_cap_mb", "bucket_cap_mb_list"),
-    *("find_unused_parameters", "check_reduction", "gradient_as_bucket_view", "batched_grad_copy"),
-    *("static_graph", "skip_all_reduce_unused_params"),
-)
+# Arguments of DistributedDataParallel that are refused, and what to do; others mean nothing here.
 _INSTEAD = {
     "process_group": "pass `global_group`, the processes of the run",
     "device_mesh": "pass `global_group`, the processes of the run, and `nprocs_per_node`",
-    "init_sync": "pass `broadcast_parameters` or `check_start`",
     "forward_sync_buffers": "pass `broadcast_buffers`",
     "mixed_precision": "use torch.autocast, or a half-precision module with `fp32_params`",
     "delay_all_reduce_named_params": "parameters are exchanged in perform_slowmo()",
@@ -43,22 +40,6 @@ class SlowMoBaseAlgorithm(str, Enum):  # noqa: UP042  FairScale's prints its nam
 
     LOCALSGD = "localsgd"
     SGP = "sgp"
-
-    @classmethod
-    def of(cls, value: object) -> "SlowMoBaseAlgorithm":
-        """Return the member that `value`, a member or its string, names.
-
-        Raises:
-          ValueError: any other value.
-        """
-        try:
-            return cls(value)
-        except ValueError:
-            names = ", ".join(repr(member.value) for member in cls)
-            raise ValueError(
-                f"`slowmo_base_algorithm` must be a SlowMoBaseAlgorithm or one of {names}, got "
-                f"{value!r}."
-            ) from None
 
 
 def has_slow_momentum(options: Any) -> bool:
@@ -88,8 +69,7 @@ def settle(
       names.
     """
     module = options.module
-    if not isinstance(module, torch.nn.Module) or not any(True for _ in module.parameters()):
-        raise ValueError(f"`module` must be a torch.nn.Module with parameters, got {module!r}.")
+    check_has_parameters(module)
     lazy = [name for name, param in module.named_parameters() if is_lazy(param)]
     if lazy:
         raise ValueError(
@@ -100,11 +80,11 @@ def settle(
         raise ValueError(_OVERLAP)
     _check_ddp(options.ddp)
     _check_numbers(options)
-    base = SlowMoBaseAlgorithm.of(options.slowmo_base_algorithm)
+    base = SlowMoBaseAlgorithm(options.slowmo_base_algorithm)
     is_averaged = base == SlowMoBaseAlgorithm.LOCALSGD or has_slow_momentum(options)
     _check_buffers(options.broadcast_buffers, is_averaged=is_averaged)
     groups = ("global_group", "local_node_group", "comm_device")
-    backend = choose(options.backend, module, {name: getattr(options, name) for name in groups})
+    backend = choose_backend(module, **{name: getattr(options, name) for name in groups})
     rank, world, size = backend.rank, backend.world_size, options.nprocs_per_node
     for name, actual in (("process_rank", rank), ("process_world_size", world)):
         if getattr(options, name) not in (None, actual):
@@ -138,6 +118,43 @@ def settle(
     return places, backend, base
 
 
+def check_has_parameters(module: Any) -> None:
+    """Raise `ValueError` unless `module` is one with parameters."""
+    if not isinstance(module, torch.nn.Module) or not any(True for _ in module.parameters()):
+        raise ValueError(f"`module` must be a torch.nn.Module with parameters, got {module!r}.")
+
+
+def choose_backend(module: torch.nn.Module, **groups: Any) -> Backend:
+    """Return the connection to the other processes.
+
+    It is torch_xla for a module on an XLA device; otherwise `torch.distributed` if its default
+    process group is initialised and not torch_xla's own; otherwise torch_xla.
+
+    Args:
+      module: module to exchange.
+      **groups: arguments of the constructor that only `torch.distributed` uses.
+
+    Raises:
+      ValueError: groups that `DistributedBackend` refuses.
+      RuntimeError: neither torch_xla nor an initialised `torch.distributed`.
+    """
+    on_xla = any(param.device.type == "xla" for param in module.parameters())
+    is_ready = dist.is_available() and dist.is_initialized() and dist.get_backend() != "xla"
+    if is_ready and not on_xla:
+        from .backends._distributed import DistributedBackend
+
+        return DistributedBackend(**groups)
+    if find_spec("torch_xla") is None:
+        raise RuntimeError(
+            "SlowMoDistributedDataParallel finds neither torch_xla nor an initialised "
+            "torch.distributed: call torch.distributed.init_process_group() first, or install "
+            "torch_xla."
+        )
+    from .backends._xla import XlaBackend
+
+    return XlaBackend()
+
+
 def _check_numbers(options: Any) -> None:
     """Raise `ValueError` unless frequencies are >= 1, momentum in [0, 1), slow lr >= 0."""
     for name in ("slowmo_frequency", "localsgd_frequency", "slowmo_num_shards"):
@@ -150,19 +167,15 @@ def _check_numbers(options: Any) -> None:
 
 
 def _check_ddp(arguments: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for arguments of DistributedDataParallel that cannot be followed here.
-
-    Raises:
-      TypeError: an argument that neither class has.
-    """
-    for name, value in arguments.items():
-        if name in _INSTEAD and value is not None:
+    """Raise `ValueError` for arguments of DistributedDataParallel that cannot be followed here."""
+    # An argument that neither class has is Python's `TypeError`.
+    inspect.signature(DistributedDataParallel).bind(None, **arguments)
+    for name, instead in _INSTEAD.items():
+        if arguments.get(name) is not None:
             raise ValueError(
-                f"`{name}` of DistributedDataParallel is not available, got {value!r}: "
-                f"{_INSTEAD[name]}."
+                f"`{name}` of DistributedDataParallel is not available, got {arguments[name]!r}: "
+                f"{instead}."
             )
-        if name not in (*_INSTEAD, *_MEANINGLESS):
-            raise TypeError(f"SlowMoDistributedDataParallel has no argument {name!r}.")
 
 
 def _check_buffers(mode: object, *, is_averaged: bool) -> None:

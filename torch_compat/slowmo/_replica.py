@@ -6,14 +6,13 @@ import torch
 
 from ._collectives import Collectives, average_gradients
 from ._flat import times
-from ._gossip import GossipPlan
+from ._gossip import Averaging, GossipPlan, PushSum
 from ._graphs import own_graph
-from ._half import may_change
+from ._parameters import Groups, may_change
 from ._places import Places
-from ._push_sum import Averaging, PushSum
+from ._slow_momentum import SlowMomentum, SlowSteps
 from ._start import check_equal
 from .backends import Backend, Kind
-from .slow_momentum import Groups, SlowMomentum, SlowSteps
 
 
 class Replica:
@@ -28,7 +27,6 @@ class Replica:
       plan: plan of the exchanges with peers.
       is_sgp: whether the base algorithm is SGP.
       is_sharded: whether slow momentum is sharded over all processes.
-      is_bounded: whether the carried velocity is bounded when learning rates grow again.
       averages_buffers: whether floating buffers become their mean instead of rank 0's.
 
     Attributes:
@@ -48,16 +46,13 @@ class Replica:
         *,
         is_sgp: bool,
         is_sharded: bool,
-        is_bounded: bool,
         averages_buffers: bool,
     ) -> None:
         self.places = places
         self.collectives = Collectives(places, backend)
         self.push_sum = PushSum(is_sgp, plan.weight_moves)
         self.averaging = Averaging(self.collectives, plan, self.push_sum)
-        self.slow = SlowSteps(
-            self.collectives, self.push_sum, is_sharded=is_sharded, is_bounded=is_bounded
-        )
+        self.slow = SlowSteps(self.collectives, self.push_sum, is_sharded=is_sharded)
         self._averages_buffers = averages_buffers
         self.names: frozenset[str] = frozenset()
         self._compared: frozenset[str] | None = None

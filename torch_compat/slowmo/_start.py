@@ -8,13 +8,12 @@ import torch
 
 from ._collectives import Collectives, broadcast
 from ._graphs import device_data, launch
+from ._options import check_has_parameters, choose_backend
 from ._places import Places
-from .backends import Kind, choose
+from .backends import Kind
 
 
-def broadcast_parameters(
-    module: torch.nn.Module, *, global_group: Any = None, backend: str | None = None
-) -> None:
+def broadcast_parameters(module: torch.nn.Module, *, global_group: Any = None) -> None:
     """Give all processes rank 0's parameters and buffers; call it in all of them.
 
     It does what torch_xla's `xm.broadcast_master_param` does, which aborts several CPU devices.
@@ -22,19 +21,17 @@ def broadcast_parameters(
     Args:
       module: module on the device of this process; shapes and dtypes are equal in all processes.
       global_group: process group of `torch.distributed` with the processes; None for all.
-      backend: name of the backend, see `SlowMoDistributedDataParallel`.
 
     Raises:
-      ValueError: a module without parameters, or on several devices; an unknown backend.
+      ValueError: a module without parameters, or on several devices.
       RuntimeError: neither torch_xla nor an initialised `torch.distributed`.
       PeerLostError: another process has ended.
 
     Communication: one all-reduce of the bytes of parameters and buffers per dtype; nothing with one
       process.
     """
-    if not isinstance(module, torch.nn.Module) or not any(True for _ in module.parameters()):
-        raise ValueError(f"`module` must be a torch.nn.Module with parameters, got {module!r}.")
-    connection = choose(backend, module, {"global_group": global_group})
+    check_has_parameters(module)
+    connection = choose_backend(module, global_group=global_group)
     device = connection.device_of(module)
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.numel()]
     collectives = Collectives(Places(connection.rank, connection.world_size), connection)
@@ -84,8 +81,8 @@ def check_equal(
     if values:
         raise ValueError(
             f"`module` must start with equal parameters in all processes, which {lists}. Load the "
-            "same, seed alike before the module is made, or pass broadcast_parameters=True; with "
-            "check_start=False they may differ."
+            "same, or call torch_compat.broadcast_parameters(module); with init_sync=False they "
+            "may differ."
         )
     raise ValueError(
         "`module` must train the same parameters in all processes (their names, shapes, "

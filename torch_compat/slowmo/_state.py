@@ -7,8 +7,8 @@ import torch
 
 from ._places import Places
 from ._replica import Replica, is_continuous
+from ._slow_momentum import Rates, SlowMomentum, SlowSteps
 from ._start import unequal
-from .slow_momentum import Rates, SlowMomentum, SlowSteps
 
 # Names of FairScale; all other entries have `_PREFIX`. All values are tensors.
 _FAIRSCALE = ("ps_weight", "is_sgp_ps_numerator")

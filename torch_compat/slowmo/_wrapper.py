@@ -13,13 +13,12 @@ from torch.distributed.algorithms.join import Joinable
 from ._backward import BackwardHooks
 from ._collectives import average_buffers, average_gradients, broadcast
 from ._gossip import plan_gossip
-from ._half import HALF, Masters, Parameters, may_change
+from ._interfaces import LikeDDP, NamesOfFairScale
 from ._options import LOG, SlowMoBaseAlgorithm, has_slow_momentum, settle, show_log
+from ._parameters import HALF, Groups, Masters, Parameters, may_change
 from ._replica import Replica
 from ._state import SavesReplica, consolidated
 from .backends import Kind
-from .interfaces import LikeDDP, NamesOfFairScale
-from .slow_momentum import Groups
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -118,18 +117,10 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
       local_node_group: the process group of this node, None to make one.
       comm_device: device on which `torch.distributed` exchanges tensors, None for that of the
         parameters. These last four are without effect over torch_xla.
-      broadcast_parameters: give all processes rank 0's parameters and buffers before the first of
-        these: a forward pass in training mode, `perform_slowmo`, `_init_global_momentum_buffers`.
-      check_start: before the first forward pass in training mode compare the parameters of all
-        processes, unless the run resumes from a `state_dict`. False if they are meant to differ.
-      backend: "torch_xla" or "torch.distributed"; None takes torch_xla for a module on an XLA
-        device, otherwise `torch.distributed` if its default process group is initialised, otherwise
-        torch_xla.
-      bound_momentum: whether slow momentum is bounded when a learning rate falls and grows again:
-        the carried displacement is at most what the current rate would have made, as in
-        `js.slowmo`. Every `perform_slowmo` reads the rates, and waits for one that is a tensor on
-        an XLA device. False is FairScale's formula, which can diverge after a small rate.
-
+      init_sync: as in DistributedDataParallel, but parameters are compared, not sent: before the
+        first forward pass in training mode, unless the run resumes from a `state_dict` or is in a
+        graph that cannot be read. `torch_compat.broadcast_parameters(module)` makes them equal.
+        False if they are meant to differ.
       **ddp: keyword arguments of DistributedDataParallel that mean nothing here are taken, such as
         device_ids and find_unused_parameters; the error of another one names what to use instead.
 
@@ -164,10 +155,10 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
       of N). Gradients: one all-reduce of N inside the nodes per backward pass, with several
       processes per node. Buffers: one all-reduce of their bytes per forward pass in training mode;
       with "average" they are part of the all-reduce of the parameters if there is one, otherwise
-      they need another one. Once: an all-reduce of all parameters (broadcast_parameters), an
-      all-gather of the hosts (several processes per node). At the start, and when parameters are
-      frozen or unfrozen: an all-gather of 16 bytes per process, another one for slow momentum, and
-      two of N if it is sharded and has begun. Steps in which nothing is due trace and send nothing.
+      they need another one. Once: an all-gather of the hosts (several processes per node). At the
+      start, and when parameters are frozen or unfrozen: an all-gather of 16 bytes per process,
+      another one for slow momentum, and two of N if it is sharded and has begun. Steps in which
+      nothing is due trace and send nothing.
       Over gloo each of these begins with a header of 32 bytes (kind, bytes, updates, wrapper) from
       every process that takes part to each other one: in the node for gradients, along the edges of
       the graph and in the node for SGP, else to all. It takes one network latency, no round trip.
@@ -213,10 +204,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         local_node_group: Any = None,
         comm_device: Any = None,
         *,
-        broadcast_parameters: bool = False,
-        check_start: bool = True,
-        backend: str | None = None,
-        bound_momentum: bool = True,
+        init_sync: bool = True,
         **ddp: Any,
     ) -> None:
         options = SimpleNamespace(**locals())
@@ -253,7 +241,6 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             plan,
             is_sgp=self.sgp,
             is_sharded=slowmo_memory_efficient,
-            is_bounded=bound_momentum,
             averages_buffers=broadcast_buffers == "average",
         )
         for part in (*module.modules(), self):
@@ -263,7 +250,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         if self._replica.waits_for_backward:
             self._hooks.on_parameters(self, module.parameters())
         self._was_numerator = False
-        self._must_broadcast, self._must_check = broadcast_parameters, check_start
+        self._must_check = init_sync
         self._others: str | None = None
         self._master_names: list[str] = []
 
@@ -521,17 +508,11 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             broadcast(buffers, self._replica.collectives, device)
 
     def _start(self, device: torch.device, *, may_check: bool = True, must: bool = False) -> None:
-        """Make the parameters of all processes equal once, and check that they are.
+        """Check once that the parameters of all processes are equal.
 
         Whether names are the same is checked whenever other parameters are exchanged than before.
         """
-        if self._must_broadcast:
-            everything = (*self.module.parameters(), *self.module.buffers())
-            tensors = [tensor for tensor in everything if tensor.numel()]
-            broadcast(tensors, self._replica.collectives, device, Kind.PARAMETERS)
-        values = self._must_check and may_check
         if self._backend.may_read():
+            values = self._must_check and may_check
             self._replica.compare(self.module, device, values=values, must=must)
-        elif values:
-            warnings.warn("check_start: values cannot be read in this graph.", stacklevel=5)
-        self._must_broadcast = self._must_check = False
+        self._must_check = False

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from support.waiting import PATIENCE_SECONDS, wait_until
-from torch_compat import samples
 from torch_compat.reader import DataError, SampleReader
+from torch_compat.tensors import dumps, loads
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -65,7 +65,7 @@ SAMPLES = [
 
 def test_samples_survive_the_pipe():
     for sample in SAMPLES:
-        again = samples.loads(samples.dumps(sample))
+        again = loads(dumps(sample))
         assert type(again) is type(sample)
         if isinstance(sample, torch.Tensor):
             assert again.dtype == sample.dtype

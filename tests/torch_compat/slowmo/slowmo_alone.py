@@ -43,5 +43,5 @@ def build(
 ) -> SlowMo:
     """The wrapper, as the constructor of that rank sees the world."""
     module = torch.nn.Linear(3, 2) if module is None else module
-    with mock.patch.object(_options, "choose", return_value=Alone(rank, world)):
+    with mock.patch.object(_options, "choose_backend", return_value=Alone(rank, world)):
         return SlowMo(module, nprocs_per_node, **options)

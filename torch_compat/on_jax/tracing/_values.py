@@ -9,7 +9,7 @@ import jax
 import torch
 from torch.fx.node import map_arg
 
-from ...memory import overlaps
+from ...tensors import overlaps
 from .._arrays import PLAIN_TENSORS
 from ._errors import layer_of, name_of, refusal
 from ._internals import (

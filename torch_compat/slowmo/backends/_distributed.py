@@ -39,7 +39,6 @@ class DistributedBackend(Backend):
 
     Raises:
       ValueError: a group without this process.
-      RuntimeError: `torch.distributed` is not initialised.
     """
 
     name = "torch.distributed"
@@ -51,11 +50,6 @@ class DistributedBackend(Backend):
     def __init__(
         self, global_group: Any = None, local_node_group: Any = None, comm_device: Any = None
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                "backend='torch.distributed' needs its default process group: call "
-                "torch.distributed.init_process_group() first."
-            )
         self._group = global_group or dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         if self.rank < 0:

@@ -12,11 +12,10 @@ import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ... import samples
-from ...batches import call_model, loss_of, map_tensors
-from ...settings import Settings
-from .._arrays import jax_dtype, keeps_values, to_numpy, to_torch
-from .._functional import Arrays, Functional
+from ..settings import Settings
+from ..tensors import call_model, dumps, loads, loss_of, map_tensors
+from ._arrays import jax_dtype, keeps_values, to_numpy, to_torch
+from ._functional import Arrays, Functional
 
 _AXIS = "device"
 
@@ -201,7 +200,7 @@ class MeshProgram:
 
     def _programs(self, structure: bytes) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Compile two programs for a structure of batches: for all devices, and for one."""
-        local = self._local(samples.loads(structure))
+        local = self._local(loads(structure))
         each = P(_AXIS)
         whole = jax.shard_map(
             local,
@@ -264,7 +263,7 @@ def _split_batch(batch: Any) -> _Batch:
         return _Slot(len(tensors) - 1)
 
     structure = map_tensors(batch, take)
-    return _Batch(tensors, samples.dumps(structure))
+    return _Batch(tensors, dumps(structure))
 
 
 def _on(array: jax.Array, device: Any) -> jax.Array:

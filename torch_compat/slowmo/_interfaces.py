@@ -1,4 +1,4 @@
-"""The context managers of torch's DistributedDataParallel: `no_sync` and `join`."""
+"""Interfaces of other classes on the wrapper: FairScale's attributes, DDP's context managers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,10 +8,63 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ..backends import Backend, Kind
+from ._replica import Replica
+from .backends import Backend, Kind
+
+
+class NamesOfFairScale(torch.nn.Module):
+    """The attributes of FairScale's class, read from the wrapper's replica."""
+
+    _replica: Replica
+
+    @property
+    def gossip_enable(self) -> bool:
+        """True in training mode: only then SGP exchanges."""
+        return self.training
+
+    @property
+    def num_updates(self) -> int:
+        """The number of calls of `perform_slowmo` so far."""
+        return self._replica.collectives.num_updates
+
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        self._replica.collectives.num_updates = number
+
+    @property
+    def ps_weight(self) -> torch.Tensor:
+        """The push-sum weight w, (1,) float32."""
+        return self._replica.push_sum.weight
+
+    @ps_weight.setter
+    def ps_weight(self, weight: torch.Tensor) -> None:
+        self._replica.push_sum.weight = weight
+
+    @property
+    def is_sgp_ps_numerator(self) -> bool:
+        """True if the module holds x rather than x / w."""
+        return self._replica.push_sum.is_numerator
+
+    @property
+    def global_momentum_buffers_initialized(self) -> bool:
+        """True if there is an anchor."""
+        return self._replica.slow.momentum is not None
+
+    @property
+    def old_params(self) -> torch.Tensor | None:
+        """This process' part of the anchor, (shard,) float32."""
+        momentum = self._replica.slow.momentum
+        return None if momentum is None else momentum.anchor
+
+    @property
+    def global_momentum_buffer(self) -> torch.Tensor | None:
+        """This process' part of m, (shard,) float32; v where the learning rate was 0."""
+        momentum = self._replica.slow.momentum
+        return None if momentum is None else momentum.momentum_buffer()
+
 
 if TYPE_CHECKING:
-    from .._replica import Replica
+    from ._replica import Replica
 
 
 # The optimizers of the last call, by wrapper; a process that shadows `perform_slowmo` needs them.

@@ -1,19 +1,201 @@
-"""The start of slow momentum, and its steps, in one process."""
+"""Slow momentum in one process: anchor and velocity of named parameters, and its steps."""
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from .._collectives import Collectives
-from .._flat import flatten
-from .._graphs import own_graph
-from .._half import Parameters
-from .._push_sum import PushSum
-from .._start import check_equal
-from ..backends import Kind
-from ._groups import Groups
-from ._momentum import SlowMomentum, Span
+from ._collectives import Collectives
+from ._flat import flatten
+from ._gossip import PushSum
+from ._graphs import device_data, own_graph, to_device
+from ._parameters import Groups, Parameters
+from ._start import check_equal
+from .backends import Kind
+
+
+class Rates:
+    """The learning rates that the carried part of slow momentum depends on, per parameter.
+
+    Attributes:
+      last: gamma of the last slow step; 0 before the first.
+      made_at: r, the rate at which the velocity was made: the largest gamma between the last two
+        slow steps, or momentum times the previous r if that is more; 0 if not known.
+      since: the largest gamma since the last slow step; 0 if none was observed.
+    """
+
+    def __init__(
+        self, last: Sequence[float], made_at: Sequence[float], since: Sequence[float]
+    ) -> None:
+        self.last, self.made_at, self.since = list(last), list(made_at), list(since)
+
+    @classmethod
+    def unknown(cls, num: int) -> "Rates":
+        """Return the rates of slow momentum that has taken no step."""
+        nothing = [0.0] * num
+        return cls(nothing, nothing, nothing)
+
+    def of(self, places: Sequence[int | None]) -> "Rates":
+        """Return the rates of the parameters at `places` in these; None is a new parameter."""
+        fields = (self.last, self.made_at, self.since)
+        return Rates(*([0.0 if i is None else rates[i] for i in places] for rates in fields))
+
+    def observe(self, rates: Sequence[float]) -> None:
+        """Note the rates of an update, slow or not: the velocity will hold its displacement."""
+        self.since = list(map(max, self.since, rates))
+
+    def carry(self, rates: Sequence[float], momentum: float) -> list[float]:
+        """Return the factor of the velocity in a slow step at `rates`, and note `rates`.
+
+        It is momentum * gamma_now / gamma_before, with 1 for a ratio whose divisor is 0. It is at
+        most gamma_now / r, or momentum if that is more: FairScale's formula, which has no bound,
+        can diverge after a small rate.
+
+        Source: `jaxslowmo.slow_momentum`, which has the same rule.
+        """
+        factors = []
+        for now, last, made_at in zip(rates, self.last, self.made_at, strict=True):
+            limit = max(momentum, _ratio(now, made_at))
+            factors.append(min(momentum * _ratio(now, last), limit))
+        self.observe(rates)
+        self.made_at = [
+            max(momentum * r, high) for r, high in zip(self.made_at, self.since, strict=True)
+        ]
+        self.last, self.since = list(rates), [0.0] * len(rates)
+        return factors
+
+
+def _ratio(now: float, before: float) -> float:
+    return now / before if before else 1.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of the flat vector of named parameters that a process keeps.
+
+    Attributes:
+      sizes: number of elements of each parameter, by name, in the module's order.
+      num_parts: number of equal parts; the last ones may reach beyond the end of the vector.
+      index: index of this part.
+    """
+
+    sizes: Mapping[str, int]
+    num_parts: int = 1
+    index: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parameters."""
+        return tuple(self.sizes)
+
+    @property
+    def total(self) -> int:
+        """The number of elements of the vector."""
+        return sum(self.sizes.values())
+
+    @property
+    def length(self) -> int:
+        """The number of elements of the part, padding included."""
+        return math.ceil(self.total / self.num_parts)
+
+    @property
+    def padded(self) -> int:
+        """The number of elements of all parts together."""
+        return self.num_parts * self.length
+
+    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the elements of each parameter in a whole vector, padded or not."""
+        parts = flat[: self.total].split(list(self.sizes.values()))
+        return dict(zip(self.names, parts, strict=True))
+
+    def part(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return this part of the vector of `values`, those of all names in order; a copy.
+
+        On an XLA device call it inside `own_graph`. The index of the part is data, so that the
+        graph is the same on all processes.
+        """
+        rows = self.num_parts + 1  # one more, so that the result is never a view of a parameter
+        flat = flatten(values, rows * self.length).reshape(rows, self.length)
+        index = device_data([self.index], torch.int64, flat.device)
+        return flat.index_select(0, index).reshape(-1)
+
+    def per_element(self, values: Sequence[float], device: torch.device) -> torch.Tensor:
+        """Return the value of each element's parameter, (length,)."""
+        begin, spans, end = self.index * self.length, [], 0
+        for size in self.sizes.values():
+            end += size
+            spans.append(min(max(end - begin, 0), self.length))
+        spans[-1] = self.length  # the padding takes the last value
+        counts = torch.tensor([0, *spans]).diff()
+        each = torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
+        return to_device([each], device)[0]
+
+
+class SlowMomentum:
+    """The slow step on the flat vector of named parameters.
+
+    With D = anchor - average, gamma the learning rate of the parameter now:
+
+        m <- momentum * m + D / gamma;   anchor <- anchor - slow_lr * gamma * m;   params = anchor
+
+    The state is v = gamma * m, and its carried part is rescaled by gamma_now / gamma_before (1 if
+    gamma_before is 0), so that a learning rate of 0 makes neither inf nor NaN. `Rates` computes the
+    factor.
+
+    Attributes:
+      span: the part that this process keeps.
+      anchor: (span.length,) float32, the parameters after the last slow step.
+      velocity: (span.length,) float32, v.
+      rates: the learning rates that the carried part depends on, one for each name.
+      has_one_rate: whether all parameters are in one group of an optimizer.
+
+    Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
+      Momentum", ICLR 2020 (arXiv:1910.00643), algorithm 1.
+    """
+
+    def __init__(
+        self,
+        span: Span,
+        anchor: torch.Tensor,
+        velocity: torch.Tensor | None = None,
+        rates: Rates | None = None,
+    ) -> None:
+        self.span = span
+        self.anchor = anchor
+        self.velocity = torch.zeros_like(anchor) if velocity is None else velocity
+        self.rates = Rates.unknown(len(span.names)) if rates is None else rates
+        self.has_one_rate = False
+
+    def to(self, device: torch.device) -> None:
+        """Move tensors that were loaded on the host to the device of the parameters."""
+        if self.anchor.device != device:
+            self.anchor, self.velocity = to_device([self.anchor, self.velocity], device)
+
+    def step(self, average: torch.Tensor, carry: Sequence[float], slow_lr: float) -> None:
+        """Take the slow step, after which `anchor` holds the new parameters.
+
+        Args:
+          average: (span.length,) float32, this part of the average of the parameters.
+          carry: factor of the velocity of every parameter, see `Rates.carry`.
+          slow_lr: step size of the slow step.
+        """
+        factors = self._factors(carry, average.device)
+        self.velocity = factors * self.velocity + (self.anchor - average)
+        self.anchor = self.anchor - slow_lr * self.velocity
+
+    def momentum_buffer(self) -> torch.Tensor:
+        """Return m = v / gamma, as FairScale keeps it; v if gamma was 0."""
+        return self.velocity / self._factors(
+            [rate or 1.0 for rate in self.rates.last], self.velocity.device
+        )
+
+    def _factors(self, values: Sequence[float], device: torch.device) -> torch.Tensor:
+        # Parameters that came later have other rates in the past.
+        if self.has_one_rate and len(set(values)) == 1:
+            return device_data(values[:1], torch.float32, device)
+        return self.span.per_element(values, device)
 
 
 class SlowSteps:
@@ -22,8 +204,6 @@ class SlowSteps:
     Args:
       is_sharded: whether every process keeps a part of anchor and momentum, and slow steps average
         exactly over all processes; otherwise each keeps them whole and nothing is sent.
-      is_bounded: whether the carried velocity has the bound of `Rates.carry`, for which the
-        learning rates of every update are read.
 
     Attributes:
       momentum: anchor and velocity; None before there is an anchor.
@@ -32,13 +212,10 @@ class SlowSteps:
       is_loaded: whether weights were loaded into the module since slow momentum was anchored.
     """
 
-    def __init__(
-        self, collectives: Collectives, push_sum: PushSum, *, is_sharded: bool, is_bounded: bool
-    ) -> None:
+    def __init__(self, collectives: Collectives, push_sum: PushSum, *, is_sharded: bool) -> None:
         self._collectives = collectives
         self._push_sum = push_sum
         self.is_sharded = is_sharded
-        self._is_bounded = is_bounded
         self.momentum: SlowMomentum | None = None
         self.initial: dict[str, torch.Tensor] = {}
         self.is_loaded = False
@@ -140,8 +317,7 @@ class SlowSteps:
         self._foreign = groups.foreign
         momentum.has_one_rate = groups.are_one
         momentum.to(params.device)
-        if self._is_bounded:
-            momentum.rates.observe(groups.rates(params.device))
+        momentum.rates.observe(groups.rates(params.device))
         return momentum
 
     def step(
@@ -166,7 +342,7 @@ class SlowSteps:
           otherwise nothing.
         """
         push_sum, collectives, names = self._push_sum, self._collectives, slow.span.names
-        carry = slow.rates.carry(rates, decay, is_bounded=self._is_bounded)
+        carry = slow.rates.carry(rates, decay)
         weights: list[torch.Tensor] = []
         # Masters stay numerators; the step is computed on their estimates.
         of_numerators = push_sum.moves and not self.is_sharded and params.masters is not None
