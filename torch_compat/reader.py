@@ -37,7 +37,7 @@ class DeviceQueue(torch.utils.data.IterableDataset):
 
     def __init__(self, prefetch: int, read: Callable[[], None]):
         super().__init__()
-        self._samples: queue.Queue = queue.Queue(prefetch)
+        self.samples: queue.Queue = queue.Queue(prefetch)
         self._read = read
 
     def __iter__(self) -> Iterator[Any]:
@@ -51,15 +51,11 @@ class DeviceQueue(torch.utils.data.IterableDataset):
           DataError: there are no more, in this and every later call.
         """
         self._read()
-        sample = self._samples.get(timeout=timeout)
+        sample = self.samples.get(timeout=timeout)
         if isinstance(sample, EndOfData):
-            self.put(sample)
+            self.samples.put(sample)
             raise DataError(sample)
         return sample
-
-    def put(self, sample: Any) -> None:
-        """Append a sample; wait while `prefetch` samples are in the queue."""
-        self._samples.put(sample)
 
 
 class SampleReader:
@@ -236,7 +232,7 @@ def _deal_samples(receiver: Connection, queues: list[DeviceQueue]) -> None:
             if isinstance(sample, EndOfData):
                 end = sample
                 break
-            queues[count % len(queues)].put(sample)
+            queues[count % len(queues)].samples.put(sample)
             count += 1
     except (EOFError, OSError):
         pass
@@ -245,4 +241,4 @@ def _deal_samples(receiver: Connection, queues: list[DeviceQueue]) -> None:
         end = EndOfData(message, traceback.format_exc())
     for device_queue in queues:
         # A full queue of one device must not keep the message from the others.
-        threading.Thread(target=device_queue.put, args=(end,), daemon=True).start()
+        threading.Thread(target=device_queue.samples.put, args=(end,), daemon=True).start()

@@ -123,11 +123,6 @@ def bind(device: torch.device) -> None:
     _XLAC._xla_set_default_device(str(device))
 
 
-def bound() -> torch.device:
-    """Return the device that the calling thread drives."""
-    return torch_xla.device()
-
-
 def run_pending(device: torch.device | None = None) -> None:
     """Compile and launch what `device` has traced so far; the next operation starts a new graph.
 

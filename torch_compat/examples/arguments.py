@@ -2,20 +2,19 @@
 
 import argparse
 import math
+import sys
 from typing import Any
 
 from .model import LanguageModelConfig
 
-# The rule for a value, by the name of its option, or by the type of its default.
-_RULES: dict[Any, Any] = {
-    int: ("a whole number >= 1", lambda value: value >= 1),
-    float: ("a number > 0", lambda value: 0 < value < math.inf),
-    str: ("text", lambda value: True),
-    # `runtime.MAX_CPU_DEVICES` cannot be imported without torch_xla.
-    "cpu_devices": ("a whole number from 1 to 64", lambda value: 1 <= value <= 64),
-    "seed": ("a whole number >= 0", lambda value: value >= 0),
-    "slowmo_momentum": ("in [0, 1)", lambda value: 0 <= value < 1),
-    "target_accuracy": ("a number from 0 to 100", lambda value: 0 <= value <= 100),
+# The range of a value, both ends included, by the name of its option, or by its type.
+_RANGES: dict[Any, tuple[float, float]] = {
+    int: (1, math.inf),
+    float: (sys.float_info.min, sys.float_info.max),
+    "cpu_devices": (1, 64),  # `runtime.MAX_CPU_DEVICES` cannot be imported without torch_xla
+    "seed": (0, math.inf),
+    "slowmo_momentum": (0, 1 - 2**-53),
+    "target_accuracy": (0, 100),
 }
 # Options of several programs, as (default, help). A tuple lists choices, the default first.
 MODEL = {
@@ -78,14 +77,12 @@ class Parser(argparse.ArgumentParser):
 def _reader(name: str, default: Any) -> Any:
     """Return a function that converts a value; argparse reports its errors."""
     kind = int if default is None else type(default)
+    low, high = _RANGES.get(name) or _RANGES[kind]
 
     def read(text: str) -> Any:
-        rule, is_allowed = _RULES.get(name) or _RULES[kind]
-        try:
-            if is_allowed(value := kind(text)):
-                return value
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low:g} to {high:g}, got {text!r}")
+        return value
 
     return read

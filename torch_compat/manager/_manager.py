@@ -153,7 +153,7 @@ class TPUManager(mp.Process):
         self._backend.check_untouched()
         connection, self._worker_end = mp.Pipe()
         self._host_end = connection
-        self._settings = Settings.of(self._synchronizer.master_model)
+        self._settings = Settings.from_module(self._synchronizer.master_model)
         super().start()
         self._worker_end.close()
         self._data_manager.release_receivers()
@@ -198,8 +198,9 @@ class TPUManager(mp.Process):
     def _prepare(self) -> tuple[bool, Settings]:
         self._synchronizer.attach_gradients()
         load, self._should_load_parameters = self._should_load_parameters, False
-        before, self._settings = self._settings, Settings.of(self._synchronizer.master_model)
-        return load, self._settings.since(before)
+        before = self._settings
+        self._settings = Settings.from_module(self._synchronizer.master_model)
+        return load, self._settings.changes_since(before)
 
     def compute_grads(self) -> tuple[float, int]:
         """Call `step`; CALM's manager has this name for it."""

@@ -11,7 +11,7 @@ import torch
 from jax.core import Tracer
 from torch.nn.parameter import is_lazy
 
-from ..settings import changed, is_plain, plain_attributes
+from ..settings import changed_values, is_plain, plain_attributes
 from ._arrays import PLAIN_TENSORS, jax_dtype, keeps_values, to_jax
 from .tracing import (
     Input,
@@ -159,7 +159,7 @@ def refuse_changes(owner: str, module: torch.nn.Module, numbers: Mapping[str, An
 def _changes(module: torch.nn.Module, numbers: Mapping[str, Any]) -> dict[str, Any]:
     """Return the new values of those numbers that the module still has."""
     now = plain_attributes(module)
-    return changed(numbers, {path: now[path] for path in numbers if path in now})
+    return changed_values(numbers, {path: now[path] for path in numbers if path in now})
 
 
 Arrays = dict[str, jax.Array]
@@ -222,7 +222,7 @@ class Functional:
         ]
         results: list[Any] = []  # and their structure
 
-        def traced(values: Values, tensors: list[Any]) -> list[torch.Tensor]:
+        def run_traced(values: Values, tensors: list[Any]) -> list[torch.Tensor]:
             held = dict(zip(names, tensors, strict=False))
             for name, tensor in held.items():
                 if isinstance(self._kept[name], torch.nn.Parameter):
@@ -245,7 +245,7 @@ class Functional:
 
         # In a trace, operations on constants return tracers, too.
         is_traced = isinstance(jnp.zeros(()), Tracer)
-        found = iter(call(traced, inputs, rng, self._module))
+        found = iter(call(run_traced, inputs, rng, self._module))
         flat = [next(found) if isinstance(x, torch.Tensor) else x for x in results[0]]
         return jax.tree.unflatten(results[1], flat)
 

@@ -111,13 +111,13 @@ class _LossOfModule(LossProgram):
         """Compute the loss, the metrics and the model state of a batch."""
 
         def run(module: torch.nn.Module, batch: Any) -> Any:
-            return _checked(self._loss(module, batch))
+            return _loss_and_metrics(self._loss(module, batch))
 
         (value, metrics), after = self._functional.call(run, params, model_state or {}, rng, batch)
         return value, (metrics, after)
 
 
-def _checked(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+def _loss_and_metrics(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return the loss and the metrics of a torch function; check their types."""
     value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
     if not isinstance(value, torch.Tensor):

@@ -154,7 +154,7 @@ class MeshProgram:
         everything = self._params, self._carried, self._sums, self._losses, self._keys
         # All shards are taken before any program runs, since programs donate their arguments.
         shards = [
-            jax.tree.map(lambda array, device=device: _on(array, device), everything)
+            jax.tree.map(lambda array, device=device: _shard_on(array, device), everything)
             for device in self._devices
         ]
         parts = []
@@ -266,7 +266,7 @@ def _split_batch(batch: Any) -> _Batch:
     return _Batch(tensors, dumps(structure))
 
 
-def _on(array: jax.Array, device: Any) -> jax.Array:
+def _shard_on(array: jax.Array, device: Any) -> jax.Array:
     """Return a device's shard of an array."""
     return next(shard.data for shard in array.addressable_shards if shard.device == device)
 

@@ -127,7 +127,7 @@ class PushSum:
         self.weight = torch.ones(1, dtype=torch.float32)  # whatever torch's default dtype is
         self.is_numerator = False
 
-    def to(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Move a weight that was made or loaded on the host to the device of the parameters."""
         if self.weight.device != device:
             (self.weight,) = to_device([self.weight], device)
@@ -240,9 +240,9 @@ class Averaging:
         index = self.exchanges % len(self._plan.rounds)
         edges = [edge for edges in self._plan.rounds[index].permutations for edge in edges]
         with self._collectives.graph(params.device, Kind.GOSSIP, flats, edges):
-            flats = [self._mixed(index, flat) for flat in flats]
+            flats = [self._mix(index, flat) for flat in flats]
             if push_sum.moves:
-                push_sum.weight = self._mixed(index, push_sum.weight)
+                push_sum.weight = self._mix(index, push_sum.weight)
         with own_graph(params.device) as writes:
             new = unpack(params.tensors, flats)
             values = new if params.masters else push_sum.estimates(new)
@@ -251,7 +251,7 @@ class Averaging:
         push_sum.is_numerator = params.masters is not None
         self.exchanges += 1
 
-    def _mixed(self, index: int, value: torch.Tensor) -> torch.Tensor:
+    def _mix(self, index: int, value: torch.Tensor) -> torch.Tensor:
         """Return this node's row of P times `value` of all nodes, computed in at least float32."""
         collectives, round_ = self._collectives, self._plan.rounds[index]
         wide = torch.promote_types(value.dtype, torch.float32)

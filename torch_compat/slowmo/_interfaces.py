@@ -241,11 +241,11 @@ class _Shadow(JoinHook):
             elif kind == Kind.BUFFERS:
                 net._broadcast_buffers(device)
             elif kind == Kind.GRADIENTS:
-                net._replica.add_no_gradients([*net._exchanged().values()], device)
+                net._replica.add_no_gradients([*net._exchanged_params().values()], device)
             elif kind == Kind.CONSOLIDATION:
                 net.consolidated_state_dict()
             else:
-                net._exchanged()  # as others do before they come here
+                net._exchanged_params()  # as others do before they come here
                 net._start(device, must=True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -254,7 +254,7 @@ class _Shadow(JoinHook):
         net = self._net
         if net._replica.collectives.absent:
             device = net._device()
-            params = [*net._exchanged().values()]
+            params = [*net._exchanged_params().values()]
             net._replica.share_in_node(params, device)
             net._replica.push_sum.make_estimates(params)
             net._replica.share_optimizers_in_node(self._optimizers(), device)

@@ -114,7 +114,7 @@ class Parameters:
         frozen = {name: param for name, param in self.by_name.items() if not may_change(param)}
         return replace(self, by_name=frozen)
 
-    def trained(self) -> Mapping[str, torch.Tensor]:
+    def optimizer_params(self) -> Mapping[str, torch.Tensor]:
         """Return what the optimizer trains, by name: the masters, or the parameters themselves."""
         return self.by_name if self.masters is None else self.masters.by_name()
 

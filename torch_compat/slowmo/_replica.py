@@ -59,7 +59,7 @@ class Replica:
 
     # Before and after the module.
 
-    def exchanged(
+    def exchanged_params(
         self, named: Mapping[str, torch.nn.Parameter], *, notices: bool = True
     ) -> dict[str, torch.nn.Parameter]:
         """Return those of the module's parameters that are exchanged, by name, in their order.
@@ -174,7 +174,7 @@ class Replica:
 
     # The parts of a step.
 
-    def averaged(self, buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def averaged_buffers(self, buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the `buffers` that are averaged; the others keep this process' values."""
         if not self._averages_buffers:
             return []
@@ -207,7 +207,7 @@ class Replica:
             tensors = [*push_sum.numerators([*params.values()]), *slow.values(), push_sum.weight]
             shares = collectives.only_masters(collectives.shares(tensors))
             sent = collectives.only_of(collectives.first, buffers, device)
-            averaged = self.averaged(buffers)
+            averaged = self.averaged_buffers(buffers)
             shares_of_all = collectives.shares_of_all(averaged, device)
             parts = dict(zip(map(id, averaged), shares_of_all, strict=True))
             sent = [parts.get(id(b), value) for b, value in zip(buffers, sent, strict=True)]

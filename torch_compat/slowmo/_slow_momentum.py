@@ -37,7 +37,7 @@ class Rates:
         nothing = [0.0] * num
         return cls(nothing, nothing, nothing)
 
-    def of(self, places: Sequence[int | None]) -> "Rates":
+    def select(self, places: Sequence[int | None]) -> "Rates":
         """Return the rates of the parameters at `places` in these; None is a new parameter."""
         fields = (self.last, self.made_at, self.since)
         return Rates(*([0.0 if i is None else rates[i] for i in places] for rates in fields))
@@ -101,7 +101,7 @@ class Span:
         return math.ceil(self.total / self.num_parts)
 
     @property
-    def padded(self) -> int:
+    def padded_length(self) -> int:
         """The number of elements of all parts together."""
         return self.num_parts * self.length
 
@@ -168,7 +168,7 @@ class SlowMomentum:
         self.rates = Rates.unknown(len(span.names)) if rates is None else rates
         self.has_one_rate = False
 
-    def to(self, device: torch.device) -> None:
+    def move_to(self, device: torch.device) -> None:
         """Move tensors that were loaded on the host to the device of the parameters."""
         if self.anchor.device != device:
             self.anchor, self.velocity = to_device([self.anchor, self.velocity], device)
@@ -316,7 +316,7 @@ class SlowSteps:
             )
         self._foreign = groups.foreign
         momentum.has_one_rate = groups.are_one
-        momentum.to(params.device)
+        momentum.move_to(params.device)
         momentum.rates.observe(groups.rates(params.device))
         return momentum
 
@@ -359,8 +359,8 @@ class SlowSteps:
                 present = push_sum.estimates(present)
                 writes.extend(zip(params.tensors, present, strict=True))
             by_name: Mapping[str, torch.Tensor] = dict(zip(params.by_name, present, strict=True))
-            trained = params.trained() if params.masters else by_name
-            flat = flatten([trained[name] for name in names], slow.span.padded)
+            trained = params.optimizer_params() if params.masters else by_name
+            flat = flatten([trained[name] for name in names], slow.span.padded_length)
             if of_numerators:
                 flat = flat * (1 / push_sum.weight)
         if self.is_sharded:
@@ -389,7 +389,7 @@ class SlowSteps:
 
     def _arrange(self, groups: Groups, params: Parameters) -> SlowMomentum:
         """Start slow momentum of the optimizers' parameters, or rearrange what there is of it."""
-        trained, device, before = params.trained(), params.device, self.momentum
+        trained, device, before = params.optimizer_params(), params.device, self.momentum
         wrong = [name for name in groups.names if trained[name].dtype != torch.float32]
         if wrong:
             raise ValueError(
@@ -401,7 +401,7 @@ class SlowSteps:
         anchors: dict[str, torch.Tensor] = {}
         velocities: dict[str, torch.Tensor] = {}
         if before is not None:
-            before.to(device)
+            before.move_to(device)
             anchor, velocity = before.anchor, before.velocity
             if self.is_sharded:
                 with self._collectives.graph(device, Kind.REARRANGEMENT, [anchor, velocity]):
@@ -418,7 +418,7 @@ class SlowSteps:
             if before is not None:
                 names = enumerate(before.span.names)
                 places = {name: i for i, name in names if name not in initial}
-                rates = before.rates.of([places.get(name) for name in groups.names])
+                rates = before.rates.select([places.get(name) for name in groups.names])
             anchor = span.part([start[name] for name in groups.names])
             self.momentum = SlowMomentum(span, anchor, span.part(carried), rates)
         return self.momentum

@@ -69,7 +69,7 @@ def check_equal(
         text = f"{name} {tuple(param.shape)} {name in chosen}"
         prints.append(crc32(text.encode(), checksum(param) if values else 0))
     summary = [crc32(str(prints).encode()), len(params)]
-    totals = _gathered(summary, collectives, device)
+    totals = _all_gather(summary, collectives, device)
     unequal = [rank for rank, total in enumerate(totals) if not torch.equal(total, totals[0])]
     if not unequal:
         return
@@ -114,11 +114,11 @@ def checksum(tensor: torch.Tensor) -> int:
 def _unequal(
     names: Collection[str], numbers: list[int], collectives: Collectives, device: torch.device
 ) -> list[str]:
-    rows = _gathered(numbers, collectives, device)
+    rows = _all_gather(numbers, collectives, device)
     return [name for name, row in zip(names, rows.T, strict=True) if (row != row[0]).any()]
 
 
-def _gathered(numbers: list[int], collectives: Collectives, device: torch.device) -> torch.Tensor:
+def _all_gather(numbers: list[int], collectives: Collectives, device: torch.device) -> torch.Tensor:
     """Return `numbers` of every process, (world_size, len(numbers))."""
     value = device_data(numbers, torch.int64, device)
     with collectives.graph(device, Kind.START, [value]):

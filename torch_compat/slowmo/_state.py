@@ -52,7 +52,7 @@ def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
     return named
 
 
-def consolidated(
+def consolidate(
     state_dict: Mapping[str, Any],
     module: torch.nn.Module,
     replica: Replica,
@@ -72,7 +72,7 @@ def consolidated(
     Communication: that of `unequal` for frozen parameters, and that of `Replica.whole`.
     """
     params = dict(module.named_parameters())
-    exchanged = replica.exchanged(params)
+    exchanged = replica.exchanged_params(params)
     frozen = {name: param for name, param in params.items() if name not in exchanged}
     # forward() may write to frozen parameters, such as those of a target network.
     written = unequal(frozen, replica.collectives, device)

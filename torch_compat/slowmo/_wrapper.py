@@ -17,7 +17,7 @@ from ._interfaces import LikeDDP, NamesOfFairScale
 from ._options import LOG, SlowMoBaseAlgorithm, has_slow_momentum, settle, show_log
 from ._parameters import HALF, Groups, Masters, Parameters, may_change
 from ._replica import Replica
-from ._state import SavesReplica, consolidated
+from ._state import SavesReplica, consolidate
 from .backends import Kind
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -274,7 +274,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         # torch.func.functional_call puts other tensors in the place of parameters.
         named = dict(self.module.named_parameters())
         is_own = all(isinstance(param, torch.nn.Parameter) for param in named.values())
-        params = replica.exchanged(named, notices=self.training and is_own)
+        params = replica.exchanged_params(named, notices=self.training and is_own)
         trains = self.training and torch.is_grad_enabled() and is_own
         if trains:
             self._broadcasts_next = self._averages_gradients
@@ -295,16 +295,16 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         """True in training mode, outside of `no_sync`: gradients are averaged in the node."""
         return self.training and self._averages_gradients
 
-    def _exchanged(self) -> dict[str, torch.nn.Parameter]:
+    def _exchanged_params(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that are exchanged, also in a backward pass before any forward."""
         named = dict(self.module.named_parameters())
-        return self._replica.exchanged(named, notices=self.training)
+        return self._replica.exchanged_params(named, notices=self.training)
 
     def _begin_backward(self) -> None:
         """Restore the estimates of the forward pass, if another backward pass came in between."""
         push_sum = self._replica.push_sum
         self._was_numerator = push_sum.is_numerator
-        push_sum.make_estimates([*self._exchanged().values()])
+        push_sum.make_estimates([*self._exchanged_params().values()])
 
     def _finish_backward(
         self, device: torch.device, *, averages: bool, reached_parameters: bool
@@ -317,7 +317,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
                 "pass has seen: add an auxiliary loss to the other, and call backward() once, or "
                 "return it from forward()."
             )
-        params = [*self._exchanged().values()]
+        params = [*self._exchanged_params().values()]
         if averages and reached_parameters:
             average_gradients(params, self._replica.collectives, device)
         if reached_parameters or self._was_numerator:
@@ -385,7 +385,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         )
         gossip = self.sgp and self.training and not exact and not average
         also_buffers = slow or not (self.sgp or update % self.localsgd_frequency)
-        buffers = replica.averaged(self.module.buffers()) if also_buffers else []
+        buffers = replica.averaged_buffers(self.module.buffers()) if also_buffers else []
         if replica.collectives.absent and (average or gossip or slow or buffers):
             replica.share_in_node(params.tensors, params.device, buffers)
         if average:
@@ -434,7 +434,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         """
         self._open_round()
         state, device = self.state_dict(keep_vars=True), self._device()
-        return consolidated(state, self.module, self._replica, device, for_resuming=for_resuming)
+        return consolidate(state, self.module, self._replica, device, for_resuming=for_resuming)
 
     def _init_global_momentum_buffers(self, optimizer: Any, fp32_params: Any = None) -> None:
         """Anchor slow momentum at the current parameters, each process its own part.
@@ -459,7 +459,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
 
     def _params_of_step(self, fp32_params: Any) -> Parameters:
         named = dict(self.module.named_parameters())
-        exchanged = self._replica.exchanged(named)
+        exchanged = self._replica.exchanged_params(named)
         masters = None
         if fp32_params is not None:
             sizes = {name: param.numel() for name, param in named.items()}
@@ -498,7 +498,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
     def _device(self) -> torch.device:
         """Return the device of this process, on which all parameters must be."""
         device = self._backend.device_of(self.module)
-        self._replica.push_sum.to(device)
+        self._replica.push_sum.move_to(device)
         return device
 
     def _broadcast_buffers(self, device: torch.device) -> None:

@@ -9,7 +9,7 @@ FOUR = ["--cpu-devices", "4"]
 # A program, its arguments, and what it says of them.
 LINES = [
     (train_digits, ["--target-accuracy", "101"], "--target-accuracy"),
-    (train_digits, ["--epochs", "0"], "--epochs: must be a whole number >= 1, got '0'"),
+    (train_digits, ["--epochs", "0"], "--epochs: must be from 1 to inf, got '0'"),
     (train_digits, [*FOUR, "--nprocs-per-node", "3"], "--cpu-devices, 4, got 3"),
     (train_digits, [*FOUR, "--train-samples", "100"], "128, got 100"),
     (train_slowmo, ["--cpu-devices", "65"], "--cpu-devices"),

@@ -94,8 +94,8 @@ class Functions(TorchFunctionMode):
     def __init__(self, values: Values) -> None:
         super().__init__()
         self._reads: dict[Any, Callable[..., Any]] = {
-            _TENSOR.numpy: lambda x, **_: values.of(x, "Tensor.numpy").numpy(),
-            _TENSOR.__array__: lambda x, *to: values.of(x, "Tensor.numpy").__array__(*to),
+            _TENSOR.numpy: lambda x, **_: values.value_of(x, "Tensor.numpy").numpy(),
+            _TENSOR.__array__: lambda x, *to: values.value_of(x, "Tensor.numpy").__array__(*to),
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,7 +159,7 @@ def _owner(x: Any) -> Any:
     return _owner(owner.detached_from) if hasattr(owner, "detached_from") else owner
 
 
-def _detached(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _remember_owner(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return `get`, which shares memory without a derivative, noting whose memory that is.
 
     torch traces writes through `as_strided` of the owner alone.
@@ -263,9 +263,9 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.as_strided: _as_strided,
     _TENSOR.as_strided: _as_strided,
     F.batch_norm: batch_norm,
-    torch.detach: _detached(torch.detach),
-    _TENSOR.detach: _detached(torch.detach),
-    _TENSOR.data.__get__: _detached(_TENSOR.data.__get__),
+    torch.detach: _remember_owner(torch.detach),
+    _TENSOR.detach: _remember_owner(torch.detach),
+    _TENSOR.data.__get__: _remember_owner(_TENSOR.data.__get__),
     _TENSOR.random_: _random_,
     torch.tensor_split: _tensor_split,
     _TENSOR.tensor_split: _tensor_split,

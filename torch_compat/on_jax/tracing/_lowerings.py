@@ -81,7 +81,7 @@ class Lowerings(Environment):
                 return Tensor(values[x], self)
             if isinstance(x, list):
                 return [*map(argument, x)]
-            return _held(layer, x) if has_integers and type(x) is int else x
+            return _int_for_jax(layer, x) if has_integers and type(x) is int else x
 
         args = tuple(map(argument, node.args))
         named = {name: x for name, x in node.kwargs.items() if name not in _WITHOUT_MEANING}
@@ -93,7 +93,7 @@ class Lowerings(Environment):
             kwargs = {"is_transposed": matrix.is_contiguous() and not matrix.is_complex()}
         try:
             with self:
-                return _declared(result, self.t2j_iso(self.dispatch(target, (), args, kwargs)))
+                return _cast_like(result, self.t2j_iso(self.dispatch(target, (), args, kwargs)))
         except Exception as error:
             raise refusal(name_of(target), layer) from error
 
@@ -108,10 +108,10 @@ class Lowerings(Environment):
             return super()._get_op_or_decomp(func)
 
 
-def _declared(like: Any, found: Any) -> Any:
+def _cast_like(like: Any, found: Any) -> Any:
     """Return the results of an operation in the dtypes of `like`, torch's; shapes must be equal."""
     if isinstance(like, list | tuple):
-        return [_declared(*pair) for pair in zip(like, found, strict=True)]
+        return [_cast_like(*pair) for pair in zip(like, found, strict=True)]
     dtype = jax_dtype(like.dtype) if isinstance(like, torch.Tensor) else None
     if dtype is None:
         return found
@@ -120,7 +120,7 @@ def _declared(like: Any, found: Any) -> Any:
     return found if found.dtype == dtype else found.astype(dtype)
 
 
-def _held(layer: str, number: int) -> int:
+def _int_for_jax(layer: str, number: int) -> int:
     """Return a number for jax's integers; limits of 64 bits become those of 32 if it has no 64."""
     limits, wide = jnp.iinfo(jax.dtypes.canonicalize_dtype(jnp.int64)), torch.iinfo(torch.int64)
     number = {wide.max: limits.max, wide.min: limits.min}.get(number, number)

@@ -9,6 +9,9 @@ import torch
 from .._places import Places
 from ._header import Exchange
 
+# Ranks to send to, and ranks to receive from.
+Peers = tuple[list[int], list[int]]
+
 
 class Backend(ABC):
     """A connection of one process to all processes of its run.
@@ -53,29 +56,24 @@ class Backend(ABC):
 
     @abstractmethod
     def meet(
-        self,
-        exchange: Exchange,
-        device: torch.device,
-        targets: Sequence[int] | None = None,
-        sources: Sequence[int] | None = None,
+        self, exchange: Exchange, device: torch.device, peers: Peers | None = None
     ) -> dict[int, Exchange]:
         """Wait for the other processes of an exchange, and check that theirs is the same.
 
         Args:
           exchange: the exchange that follows.
           device: device of the tensors to exchange.
-          targets: other processes to which this one sends; None for all.
-          sources: other processes from which this one receives; None for all.
+          peers: other processes to which this one sends, and from which it receives; None for all.
 
         Raises:
           UnlikeCallsError: another process is in a different exchange.
           PeerLostError: another process has ended.
 
         Returns:
-          Over gloo the headers of this process and of `sources`, equal except those of
-          `Kind.NO_DATA`; otherwise an empty dict.
+          Over gloo the headers of this process and of those it receives from, equal except those
+          of `Kind.NO_DATA`; otherwise an empty dict.
 
-        Communication: over gloo 32 bytes to each of `targets`; otherwise nothing.
+        Communication: over gloo 32 bytes to each process that it sends to; otherwise nothing.
         """
 
     def join_group(self) -> Any:
