@@ -37,8 +37,7 @@ class MasterModel:
             if tensor.device.type != "cpu":
                 raise ValueError(f"`model` must be on the CPU; {name!r} is on {tensor.device}.")
         self.compress_grads, self._post_init = compress_grads, post_init
-        if hasattr(model, "tie_weights"):
-            model.tie_weights()  # before tensors are counted: the replicas' are tied
+        _tie_weights(model)  # before tensors are counted: the replicas' are tied
         parameters = list(model.parameters())
         if not parameters:
             raise ValueError("`model` has no parameters.")
@@ -133,8 +132,8 @@ class MasterModel:
         parameters = list(self.master_model.parameters())
         if len(parameters) != len(self._gradients):
             raise ValueError(
-                f"`model` must keep its {len(self._gradients)} parameters once it is the master; it "
-                f"has {len(parameters)} now."
+                f"`model` must keep its {len(self._gradients)} parameters while it is the master, "
+                f"and has {len(parameters)}."
             )
         return parameters
 
@@ -161,10 +160,7 @@ class MasterModel:
         Raises:
           ValueError: it then has another number of parameters than the master.
         """
-        if self._post_init is not None:
-            self._post_init(replica)
-        elif hasattr(replica, "tie_weights"):
-            replica.tie_weights()
+        (self._post_init or _tie_weights)(replica)
         count = len(list(replica.parameters()))
         if count != len(self._gradients):
             raise ValueError(
@@ -191,6 +187,10 @@ class MasterModel:
         with torch.no_grad():
             for name, value in zip(self.persistent_buffers, values, strict=True):
                 self._buffers[name].copy_(value)
+
+
+def _tie_weights(model: nn.Module) -> None:
+    getattr(model, "tie_weights", lambda: None)()
 
 
 def _shared_like(parameters: list[nn.Parameter]) -> list[torch.Tensor]:

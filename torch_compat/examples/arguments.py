@@ -47,11 +47,11 @@ class Parser(argparse.ArgumentParser):
         prog = f"python -m {__package__}.{module}"
         super().__init__(prog, description=description, formatter_class=style)
         for name, (default, text) in (option for group in groups for option in group.items()):
-            kwargs: dict[str, Any] = {"default": default, "type": _reader(name, default)}
-            if isinstance(default, bool):
-                kwargs = {"action": "store_true"}
-            elif isinstance(default, tuple):
+            kwargs: dict[str, Any] = {"action": "store_true"}
+            if isinstance(default, tuple):
                 kwargs = {"default": default[0], "choices": default}
+            elif not isinstance(default, bool):
+                kwargs = {"default": default, "type": _reader(name, default)}
             self.add_argument(f"--{name.replace('_', '-')}", help=f"{text} (%(default)s)", **kwargs)
 
     def parse(self, arguments: list[str] | None = None) -> argparse.Namespace:
