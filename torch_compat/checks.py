@@ -34,8 +34,8 @@ def as_batch_size(batch_size_per_device: Any, batch_size: Any) -> int:
     sizes = {name: as_count(name, value) for name, value in spellings.items() if value is not None}
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            "`batch_size` is another name of `batch_size_per_device` and must not differ from it, "
-            f"got {batch_size} and {batch_size_per_device}."
+            "`batch_size` must not differ from `batch_size_per_device`, its other name, got "
+            f"{batch_size} and {batch_size_per_device}."
         )
     return next(iter(sizes.values()), 1)
 
@@ -44,18 +44,4 @@ def as_seconds(name: str, value: Any) -> float | None:
     """Return `value`, a positive number of seconds or None."""
     if value is not None and not (is_finite(value) and value > 0):
         raise ValueError(f"`{name}` must be a number of seconds > 0, or None, got {value!r}.")
-    return value
-
-
-def as_callable(name: str, value: Any) -> Any:
-    """Return `value`, a callable or None."""
-    if value is not None and not callable(value):
-        raise ValueError(f"`{name}` must be callable, got {value!r}.")
-    return value
-
-
-def as_bool(name: str, value: Any) -> bool:
-    """Return `value`, True or False; other truth values are not valid."""
-    if not isinstance(value, bool):
-        raise ValueError(f"`{name}` must be True or False, got {value!r}.")
     return value

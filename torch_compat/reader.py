@@ -185,8 +185,8 @@ class SampleReader:
         """
         if num_workers != 0:
             raise ValueError(
-                "`num_workers` must be 0: a thread of this process reads the samples, and workers "
-                f"would wait for them for ever; got {num_workers}. Load in the dataset instead."
+                f"`num_workers` must be 0, got {num_workers}: a thread of this process reads the "
+                "samples; load in the dataset instead."
             )
         if not 0 <= index < len(self.device_queues):
             raise ValueError(

@@ -75,8 +75,8 @@ def configure_cpu_devices(num_devices: int) -> None:
     check_cpu_devices(num_devices)
     if is_started():
         raise RuntimeError(
-            f"configure_cpu_devices({num_devices}) comes too late: this process has touched an XLA "
-            "device, and the number of devices is fixed from then on. Call it first."
+            f"configure_cpu_devices({num_devices}) comes too late, after this process has touched "
+            "an XLA device: call it first."
         )
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["CPU_NUM_DEVICES"] = str(num_devices)
@@ -110,10 +110,7 @@ def open_devices(num_devices: int | None = None) -> list[torch.device]:
     # torch_xla caches the size at the first query, which may have been before a fork.
     xr._WORLD_SIZE = xr._ORDINAL = None
     xm.set_replication(devices[0], devices if len(devices) > 1 else [])
-    if xr.world_size() != len(devices):
-        raise RuntimeError(
-            f"torch_xla counts {xr.world_size()} replicas for {len(devices)} devices."
-        )
+    assert xr.world_size() == len(devices)
     ensure_autograd_threads(devices[0])
     return devices
 
@@ -140,7 +137,7 @@ def run_pending(device: torch.device | None = None) -> None:
         return
     with _LAUNCH:
         torch_xla.sync()
-    xm.wait_device_ops([_real_name(device)])
+    wait(device)
 
 
 def may_launch() -> bool:
@@ -152,9 +149,8 @@ def may_launch() -> bool:
     allowed = _XLAC._get_allow_execution()
     if not allowed and shares_a_process():
         raise RuntimeError(
-            "torch_xla.compile(full_graph=True) cannot be used on several CPU devices: it forbids "
-            "the whole process to launch graphs, whose other threads do. Leave full_graph out; on "
-            "one device per process it works."
+            "torch_xla.compile(full_graph=True) cannot be used on several CPU devices, whose other "
+            "threads launch graphs: leave full_graph out."
         )
     return allowed
 

@@ -74,9 +74,8 @@ def loss_of(outputs: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         description = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
         raise ValueError(
-            "The model must return its loss, a tensor with one element, by itself, as the first of "
-            f'a tuple, as outputs["loss"] or outputs.loss; got {description} in a '
-            f"{type(outputs).__name__}."
+            'The model must return its loss, a tensor with one element, alone, first or as "loss", '
+            f"got {description} in a {type(outputs).__name__}."
         )
     return loss.reshape(())
 

@@ -58,19 +58,13 @@ class Parser(argparse.ArgumentParser):
         """Return the options, also as the model's `config` and as arguments `slowmo`, or exit."""
         options = self.parse_args(arguments)
         every = vars(options)
-        devices, node = every.get("cpu_devices") or 1, every.get("nprocs_per_node", 1)
-        if every.get("cpu_devices") and devices % node:
-            self.error(f"--nprocs-per-node: must divide --cpu-devices, {devices}, got {node}")
-        least = devices * options.batch_size
+        least = (every.get("cpu_devices") or 1) * options.batch_size
         if (size := every.get("train_samples", least)) < least:
             self.error(f"--train-samples: must be a batch for every device, {least}, got {size}")
         options.slowmo = {name: every[name] for name in SLOWMO if name in every}
         options.slowmo["slowmo_base_algorithm"] = options.slowmo.pop("base", None)
-        try:
-            sizes = {name: every[name] for name in MODEL if name in every}
-            options.config = LanguageModelConfig(**sizes)
-        except ValueError as error:
-            self.error(str(error))
+        sizes = {name: every[name] for name in MODEL if name in every}
+        options.config = LanguageModelConfig(**sizes)
         return options
 
 

@@ -16,10 +16,15 @@ class TorchXla:
     """The backend torch_xla: a replica and a thread for each device.
 
     Attributes:
+      name: name of the backend.
+      extra: the extra of jaxslowmo that installs it.
+      needs: modules that it needs.
       make_master: class of the model in shared memory.
       make_reader: class of the reader of samples.
       open_group: function that opens all devices, in the device process.
     """
+
+    name, extra, needs = "torch_xla", "torch", ("torch_xla",)
 
     def __init__(self):
         from .. import runtime
@@ -33,9 +38,8 @@ class TorchXla:
         """Raise `RuntimeError` if an XLA device has been touched."""
         if self._runtime.is_started():
             raise RuntimeError(
-                "This process has touched an XLA device, and a forked process cannot take its "
-                "runtime over. Start TPUManager before anything calls torch_xla.device() or moves "
-                "a tensor to a device (in a notebook: restart the kernel)."
+                "This process has touched an XLA device, which a forked process cannot take over: "
+                "start TPUManager first (in a notebook: restart the kernel)."
             )
 
     def as_devices(self, nprocs: Any) -> int | None:
@@ -62,6 +66,8 @@ class Torchax:
     Only the device process imports jax.
     """
 
+    name, extra = "torchax", "torchax"
+    needs = ("torchax", "jax")  # torch_xla contains a package torchax, but no jax
     make_master, make_reader = MasterModel, SampleReader
 
     def check_untouched(self) -> None:
@@ -72,8 +78,7 @@ class Torchax:
             if has_devices():
                 raise RuntimeError(
                     "This process has started jax, whose devices a forked process cannot take "
-                    "over. Start TPUManager before anything asks jax for a device or computes "
-                    "with it (in a notebook: restart the kernel)."
+                    "over: start TPUManager first (in a notebook: restart the kernel)."
                 )
 
     def as_devices(self, nprocs: Any) -> int | None:
@@ -91,12 +96,10 @@ class Torchax:
 # Each has the same methods and attributes, documented in `TorchXla`.
 Backend = TorchXla | Torchax
 BACKENDS: dict[str, type[Backend]] = {"torch_xla": TorchXla, "torchax": Torchax}
-# torch_xla contains a package torchax, but no jax.
-_NEEDS = {"torch_xla": ("torch_xla",), "torchax": ("torchax", "jax")}
 
 
-def choose_backend(name: str | None) -> tuple[str, Backend]:
-    """Return a backend's name and the backend; None is torch_xla if installed, else torchax.
+def choose_backend(name: str | None) -> Backend:
+    """Return the backend of a name; None is torch_xla if installed, else torchax.
 
     Raises:
       ValueError: an unknown name.
@@ -106,12 +109,10 @@ def choose_backend(name: str | None) -> tuple[str, Backend]:
         names = ", ".join(map(repr, BACKENDS))
         raise ValueError(f"`backend` must be one of {names}, or None, got {name!r}.")
     missing = {
-        backend: [module for module in modules if find_spec(module) is None]
-        for backend, modules in _NEEDS.items()
+        backend: [module for module in kind.needs if find_spec(module) is None]
+        for backend, kind in BACKENDS.items()
     }
-    chosen = name or next((backend for backend in BACKENDS if not missing[backend]), "torch_xla")
-    if missing[chosen]:
-        user = f"TPUManager(backend={name!r})" if name else "TPUManager, without torchax and jax,"
-        extra = {"torch_xla": "torch", "torchax": "torchax"}[chosen]
-        raise not_installed(missing[chosen][0], extra, user)
-    return chosen, BACKENDS[chosen]()
+    name = name or next((backend for backend in BACKENDS if not missing[backend]), "torch_xla")
+    if missing[name]:
+        raise not_installed(missing[name][0], BACKENDS[name].extra, f"TPUManager over {name}")
+    return BACKENDS[name]()

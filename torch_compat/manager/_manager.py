@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checks import as_batch_size, as_bool, as_callable, as_count, as_int, as_seconds
+from ..checks import as_batch_size, as_count, as_int, as_seconds
 from ..errors import TPUWorkerError
 from ..messages import StepStatistics
 from ..settings import Settings
@@ -114,14 +114,13 @@ class TPUManager(mp.Process):
         self.init_timeout = as_seconds("init_timeout", init_timeout)
         if not isinstance(model, nn.Module):
             raise ValueError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
-        self.collate_fn = as_callable("collate_fn", collate_fn)
-        self.backend, self._backend = choose_backend(backend)
+        self.collate_fn = collate_fn
+        self._backend = choose_backend(backend)
+        self.backend = self._backend.name
         self._backend.check_untouched()
         self.nprocs = self._backend.as_devices(nprocs)
         self.seed_base = as_int("seed_base", seed_base)
         self.statistics: StepStatistics | None = None
-        post_init = as_callable("post_init", post_init)
-        compress_grads = as_bool("compress_grads", compress_grads)
         self._synchronizer = self._backend.make_master(model, post_init, compress_grads)
         self._data_manager = self._backend.make_reader(
             dataset, self.nprocs, self.prefetch, start=False

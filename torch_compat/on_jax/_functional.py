@@ -35,13 +35,12 @@ def check_module(owner: str, module: Any) -> None:
     inner = "_orig_mod" if hasattr(module, "_orig_mod") else "module"
     if isinstance(module, torch.nn.parallel.DistributedDataParallel | OptimizedModule):
         raise ValueError(
-            f"{owner}: `module` is a {type(module).__name__}, which does what jax does here: give "
-            f"the module in it, `module.{inner}`."
+            f"{owner}: `module` is a {type(module).__name__}: give the module in it, "
+            f"`module.{inner}`."
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
-            f"{owner}: `module` is compiled by TorchScript, whose operations are not seen: give "
-            "the module that it was made of."
+            f"{owner}: `module` is compiled by TorchScript: give the module that it was made of."
         )
     trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     problems = [
@@ -129,30 +128,15 @@ def attributes_kept(
                 del now[key]
     if lost_tensors:
         raise ValueError(
-            f"{owner}: the module changes {', '.join(lost_tensors)}, tensors that are neither "
-            "parameters nor buffers, and the change would be lost: register them as buffers "
-            "(module.register_buffer)."
+            f"{owner}: the module changes {', '.join(lost_tensors)}, and the change would be lost: "
+            "make these tensors buffers (module.register_buffer)."
         )
     previous = {path: numbers.pop(path) for path in changes}
     lost = [path for path, x in previous.items() if x is not None and not isinstance(x, tuple)]
     if lost:
         raise ValueError(
-            f"{owner}: the module changes {', '.join(lost)} in forward, Python numbers that a "
-            "compiled program does not change again: make a count a buffer "
-            "(module.register_buffer), and what one call alone needs a local variable."
-        )
-
-
-def refuse_changes(owner: str, module: torch.nn.Module, numbers: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if the module no longer has the numbers that it was traced with."""
-    if changes := _changes(module, numbers):
-        described = "; ".join(
-            f"{path} was {numbers[path]!r} and is {x!r}" for path, x in changes.items()
-        )
-        raise ValueError(
-            f"{owner}: Python numbers of the module have changed since it was compiled, which has "
-            f"no effect on the program: {described}. Make them buffers (module.register_buffer), "
-            f"whose values are in model_state, or call {owner} again for another program."
+            f"{owner}: the module changes {', '.join(lost)} in forward, numbers that a compiled "
+            "program does not change: make them buffers (module.register_buffer), or local."
         )
 
 
@@ -251,8 +235,15 @@ class Functional:
 
     def refuse_changed_numbers(self) -> None:
         """Raise `ValueError` if Python numbers of the module changed since the first trace."""
-        if self._numbers is not None:
-            refuse_changes(self._owner, self._module, self._numbers)
+        numbers = self._numbers or {}
+        if changes := _changes(self._module, numbers):
+            described = "; ".join(
+                f"{path} was {numbers[path]!r} and is {x!r}" for path, x in changes.items()
+            )
+            raise ValueError(
+                f"{self._owner}: numbers of the module have changed since it was compiled, which "
+                f"has no effect: {described}. Make them buffers, or call {self._owner} again."
+            )
 
     def _check_names(self, argument: str, names: list[str], tree: Any) -> None:
         if not isinstance(tree, dict):
@@ -263,9 +254,8 @@ class Functional:
         if tree.keys() != set(names):
             missing, unknown = (sorted(set(names) - tree.keys()), sorted(tree.keys() - set(names)))
             raise ValueError(
-                f"{self._owner}: `params` must have the names of the parameters that require "
-                "gradients, and `model_state` those of the other parameters and of the buffers; "
-                f"`{argument}` lacks {missing}, and has unknown {unknown}."
+                f"{self._owner}: `{argument}` must have the names that as_loss returns; it lacks "
+                f"{missing}, and has unknown {unknown}."
             )
 
     @contextlib.contextmanager

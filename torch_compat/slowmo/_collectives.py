@@ -62,10 +62,9 @@ class Collectives:
         helpless = [rank for rank, updates in absent.items() if updates < 0]
         if helpless:
             raise ValueError(
-                "In join() every process must have called perform_slowmo(optimizer) or "
-                "_init_global_momentum_buffers(optimizer) before its data ends, since slow "
-                "momentum, and nodes of several processes, need its optimizer; process "
-                f"{', '.join(map(str, sorted(helpless)))} of {self.places.world_size} has not."
+                "In join() every process must have called perform_slowmo(optimizer) before its "
+                f"data ends; process {', '.join(map(str, sorted(helpless)))} of "
+                f"{self.places.world_size} has not."
             )
         self.absent = absent
 
@@ -195,12 +194,20 @@ class Collectives:
 
     # Collectives.
 
-    def total(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return sums over all processes; `tensors` may be overwritten.
+    def total(
+        self, tensors: Sequence[torch.Tensor], groups: list[list[int]] | None = None
+    ) -> list[torch.Tensor]:
+        """Return sums over all processes, or those of each group; `tensors` may be overwritten.
 
-        Communication: one all-reduce over all processes, of the bytes of `tensors`.
+        Communication: one all-reduce over all processes, or in each group, of the bytes of
+          `tensors`.
         """
-        return self._sum(tensors)
+        if self.places.world_size == 1:
+            return list(tensors)
+        sums = {id(tensor): tensor for tensor in tensors}  # empty tensors stay as they are
+        for same in by_dtype(tensors):
+            sums |= dict(zip(map(id, same), self.backend.all_reduce(same, groups), strict=True))
+        return [sums[id(tensor)] for tensor in tensors]
 
     def total_in_node(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return sums over the processes of this node; `tensors` may be overwritten.
@@ -210,7 +217,7 @@ class Collectives:
         """
         if self.places.nprocs_per_node == 1:
             return list(tensors)
-        return self._sum(tensors, self.places.node_groups)
+        return self.total(tensors, self.places.node_groups)
 
     def scatter_mean(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this process' part (n,) of the mean of `flat` (world_size * n,) over processes.
@@ -249,17 +256,6 @@ class Collectives:
         Communication: one broadcast inside the node.
         """
         return self.backend.from_rank_of_node(value, self.first_of_node)
-
-    def _sum(
-        self, tensors: Sequence[torch.Tensor], groups: list[list[int]] | None = None
-    ) -> list[torch.Tensor]:
-        if self.places.world_size == 1:
-            return list(tensors)
-        sums = {id(tensor): tensor for tensor in tensors}  # empty tensors stay as they are
-        for same in by_dtype(tensors):
-            new = self.backend.all_reduce(same, groups)
-            sums |= dict(zip(map(id, same), new, strict=True))
-        return [sums[id(tensor)] for tensor in tensors]
 
     def _zero_unless(
         self, contributes: bool, tensors: Sequence[torch.Tensor]

@@ -163,8 +163,8 @@ class LikeDDP(Joinable):
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         if not divides_by_all and self._replica.push_sum.is_on:
             raise ValueError(
-                "join(divide_by_initial_world_size=False) is not available with SGP, where each "
-                "node mixes with a few others that must all take part; leave it True."
+                "join(divide_by_initial_world_size=False) is not available with SGP, in which "
+                "all nodes must take part; leave it True."
             )
         self._replica.collectives.averages_over_all = divides_by_all
         return _Shadow(self)
@@ -180,9 +180,8 @@ class LikeDDP(Joinable):
         group = self._backend.join_group()
         if group is None:
             raise ValueError(
-                "join() is available over gloo alone, where processes tell each other what they "
-                f"exchange; these are connected by {self._backend.name}. Give all processes the "
-                "same number of batches, as torch.utils.data.DistributedSampler does."
+                f"join() is available over gloo alone, not {self._backend.name}: give all "
+                "processes the same number of batches, as DistributedSampler does."
             )
         return group
 

@@ -19,11 +19,6 @@ from ._places import Places
 from .backends import Backend
 
 LOG = logging.getLogger("torch_compat.slowmo")
-_OVERLAP = (
-    "`overlap`=True is not available (FairScale's is disabled as well): the exchange would have to "
-    "run during the next step, and here one follows the other. In JAX, "
-    "jaxslowmo.sgp(..., overlap=1) does it."
-)
 # Arguments of DistributedDataParallel that are refused, and what to do; others mean nothing here.
 _INSTEAD = {
     "process_group": "pass `global_group`, the processes of the run",
@@ -72,12 +67,11 @@ def settle(
     check_has_parameters(module)
     lazy = [name for name, param in module.named_parameters() if is_lazy(param)]
     if lazy:
-        raise ValueError(
-            f"`module` must have initialised parameters, and {lazy[0]!r} is not: run a forward "
-            "pass of the module before it is wrapped."
-        )
+        raise ValueError(f"`module` must be called once before it is wrapped: {lazy[0]!r} is lazy.")
     if options.overlap:
-        raise ValueError(_OVERLAP)
+        raise ValueError(
+            "`overlap`=True is not available, as in FairScale; in JAX jaxslowmo.sgp has it."
+        )
     _check_ddp(options.ddp)
     _check_numbers(options)
     base = SlowMoBaseAlgorithm(options.slowmo_base_algorithm)
@@ -89,8 +83,8 @@ def settle(
     for name, actual in (("process_rank", rank), ("process_world_size", world)):
         if getattr(options, name) not in (None, actual):
             raise ValueError(
-                f"`{name}` comes from {backend.name}, where it is {actual}; leave it None or pass "
-                f"that, got {getattr(options, name)!r}."
+                f"`{name}` must be None or that of {backend.name}, {actual}, got "
+                f"{getattr(options, name)!r}."
             )
     places = Places(rank, world, size)
     if 1 < size < world:
@@ -102,8 +96,8 @@ def settle(
         _mention("SlowMoDistributedDataParallel: there is one process, so nothing is exchanged.")
     if size > 1 and places.num_nodes == 1:
         _mention(
-            f"`nprocs_per_node`={size} makes one node of all processes: LocalSGD and SGP are off, "
-            "since averaging gradients inside the node does all."
+            f"`nprocs_per_node`={size} makes one node of all processes, whose gradients are "
+            "averaged: LocalSGD and SGP are off."
         )
         if has_slow_momentum(options):
             _mention("SlowMo is used without LocalSGD and SGP.")
@@ -111,9 +105,8 @@ def settle(
     slow, local = options.slowmo_frequency, options.localsgd_frequency
     if has_slow_momentum(options) and base == SlowMoBaseAlgorithm.LOCALSGD and slow % local:
         _mention(
-            f"`slowmo_frequency`={slow} is not a multiple of `localsgd_frequency`={local}: "
-            "parameters are averaged more often than needed, or slow steps start from parameters "
-            "that are not averaged."
+            f"`slowmo_frequency`={slow} is not a multiple of `localsgd_frequency`={local}: slow "
+            "steps and averages fall in different steps."
         )
     return places, backend, base
 
@@ -146,9 +139,8 @@ def choose_backend(module: torch.nn.Module, **groups: Any) -> Backend:
         return DistributedBackend(**groups)
     if find_spec("torch_xla") is None:
         raise RuntimeError(
-            "SlowMoDistributedDataParallel finds neither torch_xla nor an initialised "
-            "torch.distributed: call torch.distributed.init_process_group() first, or install "
-            "torch_xla."
+            "There is neither torch_xla nor an initialised torch.distributed: call "
+            "torch.distributed.init_process_group() first."
         )
     from .backends._xla import XlaBackend
 
@@ -172,10 +164,7 @@ def _check_ddp(arguments: Mapping[str, Any]) -> None:
     inspect.signature(DistributedDataParallel).bind(None, **arguments)
     for name, instead in _INSTEAD.items():
         if arguments.get(name) is not None:
-            raise ValueError(
-                f"`{name}` of DistributedDataParallel is not available, got {arguments[name]!r}: "
-                f"{instead}."
-            )
+            raise ValueError(f"`{name}` must be None, got {arguments[name]!r}: {instead}.")
 
 
 def _check_buffers(mode: object, *, is_averaged: bool) -> None:
@@ -188,9 +177,8 @@ def _check_buffers(mode: object, *, is_averaged: bool) -> None:
         raise ValueError(f'`broadcast_buffers` must be True, False or "average", got {mode!r}.')
     if mode == "average" and not is_averaged:
         raise ValueError(
-            '`broadcast_buffers`="average" averages buffers in slow steps or with LocalSGD, and '
-            "SGP without slow momentum (slowmo_momentum=0 and slowmo_lr=1) has neither: turn slow "
-            "momentum on, or pass True or False."
+            '`broadcast_buffers`="average" needs slow momentum or LocalSGD, in whose steps buffers '
+            "are averaged: turn one on, or pass True or False."
         )
 
 
@@ -198,17 +186,12 @@ def _mention_unused(
     options: Any, defaults: Mapping[str, Any], places: Places, backend: Backend
 ) -> None:
     """Warn once with the names of arguments that have no effect here but are not defaults."""
-    names, reason = backend.unused
+    names = backend.unused
     if options.slowmo_memory_efficient and options.slowmo_num_shards < places.world_size:
         names = (*names, "slowmo_num_shards")
     unused = [f"`{name}`" for name in names if getattr(options, name) is not defaults[name]]
     if unused:
-        _mention(
-            f"SlowMoDistributedDataParallel: {', '.join(unused)} without effect over "
-            f"{backend.name}: {reason}, gossip is part of the step, and slow momentum is sharded "
-            "over all processes.",
-            stacklevel=5,
-        )
+        _mention(f"{', '.join(unused)} without effect over {backend.name}.", stacklevel=5)
 
 
 def _mention(message: str, stacklevel: int = 4) -> None:

@@ -37,10 +37,7 @@ class Masters:
     ) -> None:
         if isinstance(fp32_params, dict):
             if len(fp32_params) != 1:
-                raise ValueError(
-                    f"`fp32_params` as a dict must have one entry, got {len(fp32_params)}: "
-                    f"{', '.join(map(repr, fp32_params))}."
-                )
+                raise ValueError(f"`fp32_params` must have one entry, got {len(fp32_params)}.")
             (fp32_params,) = fp32_params.values()
         is_flat = isinstance(fp32_params, torch.Tensor)
         self.tensors = [fp32_params] if is_flat else _as_list(fp32_params)
@@ -49,26 +46,19 @@ class Masters:
             raise ValueError(
                 f"`fp32_params` must be float32, got {self.tensors[wrong[0]].dtype} at {wrong[0]}."
             )
-
-        def count(some: Mapping[str, int]) -> int:
-            return sum(some.values()) if is_flat else len(some)
-
-        present = self.tensors[0].numel() if is_flat else len(self.tensors)
+        present = [tensor.numel() for tensor in self.tensors]
         choices = [sizes, *({n: sizes[n] for n in sizes if n in names} for names in fewer)]
-        fitting = [some for some in choices if count(some) == present]
+        fitting = [
+            some
+            for some in choices
+            if present == ([sum(some.values())] if is_flat else [*some.values()])
+        ]
         if not fitting:
-            what = "the elements of all" if is_flat else "one tensor for each of the"
             raise ValueError(
-                f"`fp32_params` must have {what} parameters of the module, {count(sizes)}, got "
-                f"{present}."
+                f"`fp32_params` must have the {sum(sizes.values())} elements of the parameters in "
+                f"one tensor, or in {len(sizes)} like these, got {sum(present)} in {len(present)}."
             )
         self._sizes = fitting[0]
-        for tensor, (name, size) in zip(self.tensors, self._sizes.items(), strict=False):
-            if not is_flat and tensor.numel() != size:
-                raise ValueError(
-                    f"`fp32_params` must have {size} elements for parameter {name!r} of the "
-                    f"module, got {tensor.numel()}."
-                )
         self.names = names = [*self._sizes]
         self.held = {id(t): names if is_flat else [names[i]] for i, t in enumerate(self.tensors)}
 
@@ -149,10 +139,7 @@ def may_change(param: torch.Tensor) -> bool:
 def _as_list(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple) and all(isinstance(v, torch.Tensor) for v in value):
         return list(value)
-    raise ValueError(
-        "`fp32_params` must be a tensor, a list of tensors, or a dict with one of these, got "
-        f"{type(value).__name__}."
-    )
+    raise ValueError(f"`fp32_params` must be tensors, got {type(value).__name__}.")
 
 
 class Groups:
@@ -219,8 +206,7 @@ def as_list(optimizers: Any) -> list[torch.optim.Optimizer]:
         groups = getattr(optimizer, "param_groups", None)
         if not isinstance(groups, Iterable) or not any(group["params"] for group in groups):
             raise ValueError(
-                "`optimizer` must be a torch optimizer that holds parameters, or a list of them, "
-                f"got {optimizer!r}."
+                f"`optimizer` must be one with parameters, or a list, got {optimizer!r}."
             )
     return several
 
@@ -229,9 +215,8 @@ def _rate(group: Mapping[str, Any], name: str, device: torch.device) -> float:
     rate = group.get("lr")
     if rate is None:
         raise ValueError(
-            "`optimizer` must have a learning rate `lr` in each group under slow momentum, which "
-            f"divides by it; the group of {name!r} has {rate!r}. Give the optimizer one (Adafactor "
-            "with relative_step=False), or set slowmo_momentum=0 and slowmo_lr=1."
+            f"`optimizer` must have an `lr` in each group under slow momentum, got None in that of "
+            f"{name!r}: give it one, or set slowmo_momentum=0 and slowmo_lr=1."
         )
     if isinstance(rate, torch.Tensor) and rate.device.type == "xla":
         launch(device)  # reading a pending value would launch its graph in no fixed order

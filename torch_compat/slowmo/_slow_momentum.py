@@ -16,6 +16,7 @@ from ._start import check_equal
 from .backends import Kind
 
 
+@dataclass
 class Rates:
     """The learning rates that the carried part of slow momentum depends on, per parameter.
 
@@ -26,16 +27,9 @@ class Rates:
       since: the largest gamma since the last slow step; 0 if none was observed.
     """
 
-    def __init__(
-        self, last: Sequence[float], made_at: Sequence[float], since: Sequence[float]
-    ) -> None:
-        self.last, self.made_at, self.since = list(last), list(made_at), list(since)
-
-    @classmethod
-    def unknown(cls, num: int) -> "Rates":
-        """Return the rates of slow momentum that has taken no step."""
-        nothing = [0.0] * num
-        return cls(nothing, nothing, nothing)
+    last: list[float]
+    made_at: list[float]
+    since: list[float]
 
     def select(self, places: Sequence[int | None]) -> "Rates":
         """Return the rates of the parameters at `places` in these; None is a new parameter."""
@@ -133,6 +127,7 @@ class Span:
         return to_device([each], device)[0]
 
 
+@dataclass
 class SlowMomentum:
     """The slow step on the flat vector of named parameters.
 
@@ -155,18 +150,11 @@ class SlowMomentum:
       Momentum", ICLR 2020 (arXiv:1910.00643), algorithm 1.
     """
 
-    def __init__(
-        self,
-        span: Span,
-        anchor: torch.Tensor,
-        velocity: torch.Tensor | None = None,
-        rates: Rates | None = None,
-    ) -> None:
-        self.span = span
-        self.anchor = anchor
-        self.velocity = torch.zeros_like(anchor) if velocity is None else velocity
-        self.rates = Rates.unknown(len(span.names)) if rates is None else rates
-        self.has_one_rate = False
+    span: Span
+    anchor: torch.Tensor
+    velocity: torch.Tensor
+    rates: Rates
+    has_one_rate: bool = False
 
     def move_to(self, device: torch.device) -> None:
         """Move tensors that were loaded on the host to the device of the parameters."""
@@ -286,19 +274,15 @@ class SlowSteps:
         """
         if self.momentum is None and not self.initial:
             warnings.warn(
-                "Slow momentum is anchored at the parameters of this moment, since no forward "
-                "pass in training mode came before the first perform_slowmo(). To anchor it at "
-                "the initial ones call _init_global_momentum_buffers(optimizer) before "
-                "training.",
+                "Slow momentum is anchored at the present parameters, as no forward pass in "
+                "training mode came first: see _init_global_momentum_buffers(optimizer).",
                 stacklevel=4,
             )
             self._known = {**params.by_name}
         elif self.is_loaded:
             warnings.warn(
-                "Weights were loaded into the module, and slow momentum keeps its anchor from "
-                "before: the next slow step takes the parameters back to it. To start at what was "
-                "loaded call _init_global_momentum_buffers(optimizer) after loading, in all "
-                "processes.",
+                "Weights were loaded into the module, from which slow steps go back to the anchor: "
+                "call _init_global_momentum_buffers(optimizer) after loading.",
                 stacklevel=4,
             )
         self.is_loaded = False
@@ -310,8 +294,8 @@ class SlowSteps:
         self.initial = {}
         if groups.foreign > self._foreign:
             warnings.warn(
-                f"`optimizer` holds {groups.foreign} parameters that are not those of the module: "
-                "this wrapper leaves them as they are (another one may have them).",
+                f"`optimizer` holds {groups.foreign} parameters that are not the module's, which "
+                "are left as they are.",
                 stacklevel=4,
             )
         self._foreign = groups.foreign
@@ -394,8 +378,7 @@ class SlowSteps:
         if wrong:
             raise ValueError(
                 f"`optimizer` must hold float32 parameters under slow momentum, {wrong[0]!r} is "
-                f"{trained[wrong[0]].dtype}: give it float32 masters, and those to perform_slowmo "
-                "as `fp32_params`; or set slowmo_momentum=0 and slowmo_lr=1."
+                f"{trained[wrong[0]].dtype}: give it float32 masters, and pass `fp32_params`."
             )
         self._compare(groups, params)
         anchors: dict[str, torch.Tensor] = {}
@@ -414,11 +397,10 @@ class SlowSteps:
             initial = {name: value.to(device) for name, value in self.initial.items()}
             start = {**trained, **anchors, **initial}
             carried = [velocities.get(n, torch.zeros_like(start[n])) for n in groups.names]
-            rates = None
-            if before is not None:
-                names = enumerate(before.span.names)
-                places = {name: i for i, name in names if name not in initial}
-                rates = before.rates.select([places.get(name) for name in groups.names])
+            names = () if before is None else before.span.names
+            places = {name: i for i, name in enumerate(names) if name not in initial}
+            known = Rates([], [], []) if before is None else before.rates
+            rates = known.select([places.get(name) for name in groups.names])
             anchor = span.part([start[name] for name in groups.names])
             self.momentum = SlowMomentum(span, anchor, span.part(carried), rates)
         return self.momentum

@@ -80,9 +80,8 @@ def check_equal(
     lists = f"processes {', '.join(map(str, unequal))} of {len(totals)} do not have ({which})"
     if values:
         raise ValueError(
-            f"`module` must start with equal parameters in all processes, which {lists}. Load the "
-            "same, or call torch_compat.broadcast_parameters(module); with init_sync=False they "
-            "may differ."
+            f"`module` must start with equal parameters in all processes, which {lists}: call "
+            "broadcast_parameters(module) first, or pass init_sync=False."
         )
     raise ValueError(
         "`module` must train the same parameters in all processes (their names, shapes, "

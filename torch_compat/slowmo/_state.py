@@ -140,8 +140,8 @@ def take(
     weight_differs = push_sum.is_on and abs(float(weight) - 1) > _WEIGHT_TOLERANCE
     if weight_differs and not push_sum.moves:
         raise ValueError(
-            f"`state_dict` holds a push-sum weight of {float(weight):.6g}, but with this `graph` "
-            "and `mixing` weights are always 1; it belongs to others."
+            f"`state_dict` must have a push-sum weight of 1 with this `graph` and `mixing`, got "
+            f"{float(weight):.6g}."
         )
     initial = {
         name.removeprefix(_INITIAL): _copy(value)
@@ -169,21 +169,15 @@ def take(
 
 
 def _check_place(entries: Mapping[str, Any], places: Places) -> None:
-    """Raise `ValueError` if the dict says that another rank saved it.
-
-    Raises:
-      ValueError: it is another's.
-    """
+    """Raise `ValueError` if the dict says that another rank saved it."""
     if "rank" not in entries:
         return
     saved = int(entries["rank"]), int(entries["world_size"])
     current = places.rank, places.world_size
     if saved != current:
         raise ValueError(
-            f"`state_dict` was saved by rank {saved[0]} of {saved[1]} processes and holds that "
-            f"rank's part of the state; this is rank {current[0]} of {current[1]}. Load the dict "
-            "that this rank saved, or one that consolidated_state_dict() made, which fits every "
-            "rank."
+            f"`state_dict` is that of rank {saved[0]} of {saved[1]}; this is rank {current[0]} of "
+            f"{current[1]}: load its own, or one of consolidated_state_dict()."
         )
 
 
@@ -203,10 +197,8 @@ def _read_momentum(
         anchor, velocity = entries["anchor"], entries["velocity"]
         if anchor.numel() != span.length:
             raise ValueError(
-                f"`state_dict` holds {anchor.numel()} elements of slow momentum, but with "
-                f"`slowmo_memory_efficient`={slow.is_sharded} this wrapper keeps "
-                f"{span.length}; build it with the value that the saved one had, or load a dict "
-                "that consolidated_state_dict() made."
+                f"`state_dict` must hold {span.length} elements of slow momentum with "
+                f"`slowmo_memory_efficient`={slow.is_sharded}, got {anchor.numel()}."
             )
     else:
         anchor, velocity = (span.part([entries["whole_" + k]]) for k in ("anchor", "velocity"))

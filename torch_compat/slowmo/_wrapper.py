@@ -312,10 +312,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         push_sum = self._replica.push_sum
         if push_sum.moves and push_sum.is_numerator:
             raise RuntimeError(
-                "With push-sum weights that move, each backward pass after the first one must go "
-                "through the output of forward(), where parameters become again what the forward "
-                "pass has seen: add an auxiliary loss to the other, and call backward() once, or "
-                "return it from forward()."
+                "With push-sum weights that move, backward passes after the first must go through "
+                "the output of forward(): add losses up, and call backward() once."
             )
         params = [*self._exchanged_params().values()]
         if averages and reached_parameters:
@@ -352,8 +350,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self._open_round()
         if self._join_config.enable and fp32_params is not None:
             raise ValueError(
-                "`fp32_params` cannot be given inside of join(), since a process without data has "
-                "no masters of this step; end the data of all processes at the same step."
+                "`fp32_params` must be None inside of join(), where some processes have no masters."
             )
         replica = self._replica
         params = self._params_of_step(fp32_params)
@@ -481,18 +478,15 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self._others = "fairscale" if others else None
         if self.slowmo and groups.twice is not None:
             raise ValueError(
-                f"`optimizer` must hold each parameter once, but {groups.twice!r} is in two "
-                "groups: pass the optimizer whose learning rate slow momentum is to take."
+                f"`optimizer` must hold each parameter once, and {groups.twice!r} is in two groups."
             )
         held = {*groups.names}
         left = [n for n, p in params.by_name.items() if p.requires_grad and n not in held]
         if self.slowmo and left and not others:
             raise ValueError(
-                "`optimizer` must hold every parameter that requires a gradient, as slow steps "
-                f"bring no other together; it leaves out {', '.join(map(repr, left[:3]))}"
-                f"{', ...' if len(left) > 3 else ''} ({len(left)} of {len(params.by_name)}). Pass "
-                "a list of all optimizers (with `fp32_params` those of the masters), or "
-                'others="fairscale" to leave them as they are in each process.'
+                "`optimizer` must hold every parameter that requires a gradient; "
+                f"{len(left)} are missing, such as {left[0]!r}: pass a list of all optimizers, or "
+                'others="fairscale", with which slow steps leave them as they are.'
             )
 
     def _device(self) -> torch.device:

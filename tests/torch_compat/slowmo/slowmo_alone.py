@@ -15,7 +15,7 @@ class Alone(Backend):
     """One rank of a world whose others are not there."""
 
     name = "torch_xla"
-    unused = (("synch_freq", "use_streams", "profile_mode", "comm_device", "global_group"), "so")
+    unused = ("synch_freq", "use_streams", "profile_mode", "comm_device", "global_group")
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world_size = rank, world

@@ -59,9 +59,9 @@ GRAPHS = {
 }
 HALF = torch.nn.Linear(3, 2).half()  # of 6 and 2 elements
 MASTERS = {
-    "too short": (torch.zeros(7), "got 7"),
-    "too few": ([torch.zeros(6)], "got 1"),
-    "of another size": ([torch.zeros(6), torch.zeros(3)], "got 3"),
+    "too short": (torch.zeros(7), "got 7 in 1"),
+    "too few": ([torch.zeros(6)], "got 6 in 1"),
+    "of another size": ([torch.zeros(6), torch.zeros(3)], "got 9 in 2"),
     "in another precision": ([torch.zeros(6), torch.zeros(2).double()], "torch.float64 at 1"),
     "of two": ({0: torch.zeros(8), 1: torch.zeros(8)}, "got 2"),
     "in a text": ("masters", "got str"),

@@ -103,13 +103,13 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise ValueError(
-                "torch.autocast would have no effect on arrays of jax: leave it out, and give "
-                'js.make_train_step `policy=js.gradients.Policy("bfloat16")`.'
+                "torch.autocast has no effect here: give js.make_train_step "
+                '`policy=js.gradients.Policy("bfloat16")`.'
             )
         if any(isinstance(x, torch.Generator) for x in jax.tree.leaves((args, kwargs))):
             raise ValueError(
-                "The module draws from a torch.Generator, which would give the same numbers in "
-                "every step: leave `generator` out, and numbers come from the step's key."
+                "The module draws from a torch.Generator, which gives the same numbers in every "
+                "step: leave `generator` out."
             )
         if func is _TENSOR.to:
             args = (
@@ -130,9 +130,8 @@ class Functions(TorchFunctionMode):
             for x, result in pairs:
                 if x.shape != result.shape and x.numel():
                     raise ValueError(
-                        f"`out` has the shape {tuple(x.shape)} and the result "
-                        f"{tuple(result.shape)}: leave `out` out, and use what the operation "
-                        "returns."
+                        f"`out` must have the result's shape {tuple(result.shape)}, got "
+                        f"{tuple(x.shape)}."
                     )
         if func in self._reads:
             with no_dispatch():
@@ -146,8 +145,8 @@ def _as_strided(x: Any, size: Any, stride: Any, storage_offset: int | None = Non
     base = _owner(x)
     if not base.is_contiguous() or base.dtype != x.dtype:
         raise ValueError(
-            "The module uses as_strided on a tensor that is not contiguous, or on complex numbers "
-            "as real ones, whose memory arrays of jax do not have: call x.contiguous() before."
+            "The module uses as_strided on a tensor that is not contiguous, or whose dtype is a "
+            "view: call x.contiguous() before."
         )
     offset = x.storage_offset() if storage_offset is None else storage_offset
     view = torch.ops.aten.as_strided(base, size, stride, offset)
@@ -177,9 +176,8 @@ def _set_data(x: Any, other: torch.Tensor) -> None:
     """Do `x.data = other`: the tensor takes the other's memory, and keeps its derivative."""
     if (other.shape, other.dtype) != (x.shape, x.dtype):
         raise ValueError(
-            f"The module sets `.data` of a tensor of shape {tuple(x.shape)} and {x.dtype} to one "
-            f"of {tuple(other.shape)} and {other.dtype}, which a trace cannot do: set the "
-            "attribute that holds the tensor."
+            f"`.data` of a tensor of shape {tuple(x.shape)} and {x.dtype} cannot become one of "
+            f"{tuple(other.shape)} and {other.dtype}: set the attribute that holds the tensor."
         )
     with torch.no_grad():
         x.set_(other.detach())

@@ -10,7 +10,7 @@ import torch
 
 from .._arrays import jax_dtype
 from ._errors import name_of, refusal
-from ._internals import arguments_of, decomposition_table, number_of_results
+from ._internals import decomposition_table, schema_of
 from ._operations import OPERATIONS
 from ._torchax import Environment, OperatorNotFound, Tensor
 
@@ -86,7 +86,7 @@ class Lowerings(Environment):
         args = tuple(map(argument, node.args))
         named = {name: x for name, x in node.kwargs.items() if name not in _WITHOUT_MEANING}
         kwargs = {name: argument(x) for name, x in named.items()}
-        if not node.all_input_nodes and any(a.name == "dtype" for a in arguments_of(target)):
+        if not node.all_input_nodes and any(a.name == "dtype" for a in schema_of(target).arguments):
             kwargs["dtype"] = result.dtype
         if target in _DETERMINANTS:
             matrix = node.all_input_nodes[0].meta["val"]
@@ -162,11 +162,11 @@ def _derivative(func: Any) -> Callable[..., Any] | None:
     packet = getattr(_ATEN, f"{name}_forward", None) or getattr(_ATEN, name, None)
     if packet is None or name == own:
         return None
-    names = [argument.name for argument in arguments_of(packet.default)]
-    count = number_of_results(func)
+    names = [argument.name for argument in schema_of(packet.default).arguments]
+    count = len(schema_of(func).returns)
 
     def operation(*args: Any, **kwargs: Any) -> Any:
-        arguments = arguments_of(func)
+        arguments = schema_of(func).arguments
         given = {a.name: a.default_value for a in arguments if a.has_default_value()}
         given |= dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
         cotangent = given[arguments[0].name]

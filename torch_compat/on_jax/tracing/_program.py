@@ -72,9 +72,7 @@ def call(
       module: module that it calls; errors name its layers.
     """
     if get_proxy_mode() is not None:  # this thread traces
-        raise ValueError(
-            "A module calls a function of on_jax in its forward pass: call the module."
-        )
+        raise ValueError("A module calls on_jax in its forward pass: call the module itself.")
     trained = frozenset(i for i, x in enumerate(inputs) if x.trained)
     axes = frozenset[str]().union(*(varying_axes(x.array) for x in inputs))
     # Under shard_map the gradient of an array varies over the same axes, which are those of all.
@@ -219,8 +217,8 @@ class _Program:
 
 def _refuse_forward(*_: Any, **__: Any) -> Any:
     raise ValueError(
-        "The module differentiates in forward mode (torch.func.jvp, jacfwd, hessian), which torch "
-        "does not trace: use torch.func.grad or jacrev, or jax.jvp of on_jax.as_apply."
+        "The module differentiates in forward mode, which torch does not trace: use "
+        "torch.func.grad or jacrev, or jax.jvp of on_jax.as_apply."
     )
 
 

@@ -18,11 +18,11 @@ from ._internals import (
     FakeTensor,
     FunctionalTensor,
     TorchDispatchMode,
-    arguments_of,
     get_proxy_mode,
     get_proxy_slot,
     has_changed,
     no_dispatch,
+    schema_of,
 )
 
 _ATEN: Any = torch.ops.aten
@@ -179,7 +179,7 @@ class Values(TorchDispatchMode):
 
     @staticmethod
     def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
-        for i, argument in enumerate(arguments_of(func)):
+        for i, argument in enumerate(schema_of(func).arguments):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             x = args[i] if i < len(args) else kwargs.get(argument.name)
             if not is_written or not isinstance(x, torch.Tensor):
@@ -187,8 +187,7 @@ class Values(TorchDispatchMode):
             if overlaps(x):
                 raise ValueError(
                     f"The module writes in place to a tensor of shape {tuple(x.shape)} and strides "
-                    f"{x.stride()}, several of whose elements share memory, so that torch does not "
-                    "allow it, either: write to a copy (x = x.clone())."
+                    f"{x.stride()}, whose elements share memory: write to a copy (x.clone())."
                 )
             if not isinstance(x, FunctionalTensor | FakeTensor):
                 raise _lost_write_error("in `out` " if argument.is_out else "")
@@ -196,7 +195,6 @@ class Values(TorchDispatchMode):
 
 def _lost_write_error(place: str) -> ValueError:
     return ValueError(
-        f"The module writes {place}into a tensor that was made outside of its call and is no "
-        "buffer of it, where the change would be lost: register it as a buffer "
-        "(module.register_buffer)."
+        f"The module writes {place}into a tensor from outside of its call, where the change would "
+        "be lost: make it a buffer (module.register_buffer)."
     )

@@ -23,13 +23,13 @@ class Backend(ABC):
       name: name of the backend in arguments and messages.
       rank: rank of this process.
       world_size: number of processes.
-      unused: constructor arguments without effect, and the reason, as parts of a sentence.
+      unused: constructor arguments without effect.
     """
 
     name: str
     rank: int
     world_size: int
-    unused: tuple[tuple[str, ...], str]
+    unused: tuple[str, ...]
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Backend":
         """Return the same object: copies of a wrapper are in the same run."""
@@ -139,9 +139,8 @@ def check_devices(module: torch.nn.Module, device: torch.device | None) -> torch
     devices = {param.device for param in module.parameters()}
     only = device or next(iter(devices))
     if devices != {only}:
-        where = "on one device" if device is None else f"on the device of this process, {device}"
+        found = ", ".join(sorted(map(str, devices)))
         raise ValueError(
-            f"`module` must have all its parameters {where}, found "
-            f"{', '.join(sorted(map(str, devices)))}."
+            f"`module` must have all its parameters on {device or 'one device'}, got {found}."
         )
     return only

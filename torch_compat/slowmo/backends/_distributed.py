@@ -42,10 +42,7 @@ class DistributedBackend(Backend):
     """
 
     name = "torch.distributed"
-    unused = (
-        ("synch_freq", "use_streams", "profile_mode", "master_group"),
-        "the exchange is part of the step, in collectives over all processes",
-    )
+    unused = ("synch_freq", "use_streams", "profile_mode", "master_group")
 
     def __init__(
         self, global_group: Any = None, local_node_group: Any = None, comm_device: Any = None
@@ -62,8 +59,8 @@ class DistributedBackend(Backend):
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "A wrapper over torch.distributed cannot be pickled, since process groups cannot: save "
-            "its state_dict() in every process, or one consolidated_state_dict() for all."
+            "A wrapper over torch.distributed cannot be pickled, as process groups cannot: save "
+            "state_dict() in every process, or one consolidated_state_dict()."
         )
 
     def device_of(self, module: torch.nn.Module) -> torch.device:

@@ -28,11 +28,8 @@ class XlaBackend(Backend):
 
     name = "torch_xla"
     unused = (
-        (
-            *("synch_freq", "use_streams", "profile_mode", "global_group", "master_group"),
-            *("local_node_group", "comm_device"),
-        ),
-        "torch_xla has neither process groups nor streams",
+        *("synch_freq", "use_streams", "profile_mode", "global_group", "master_group"),
+        *("local_node_group", "comm_device"),
     )
 
     def __init__(self) -> None:
