@@ -45,20 +45,6 @@ def on_cpu() -> bool:
     return xr.device_type() == "CPU"
 
 
-def configured_cpu_devices() -> int | None:
-    """Return the number in `CPU_NUM_DEVICES`, None if it is not set."""
-    value = os.environ.get("CPU_NUM_DEVICES")
-    return None if value is None else int(value)
-
-
-def check_cpu_devices(num_devices: int) -> None:
-    """Raise `ValueError` unless that many CPU devices can be configured."""
-    if not 1 <= as_int("num_devices", num_devices) <= MAX_CPU_DEVICES:
-        raise ValueError(
-            f"`num_devices` must be between 1 and {MAX_CPU_DEVICES}, got {num_devices}."
-        )
-
-
 def configure_cpu_devices(num_devices: int) -> None:
     """Give the XLA runtime of this process, and of processes it starts, `num_devices` CPU devices.
 
@@ -72,7 +58,10 @@ def configure_cpu_devices(num_devices: int) -> None:
       ValueError: not 1 <= num_devices <= 64.
       RuntimeError: this process has touched an XLA device already.
     """
-    check_cpu_devices(num_devices)
+    if not 1 <= as_int("num_devices", num_devices) <= MAX_CPU_DEVICES:
+        raise ValueError(
+            f"`num_devices` must be between 1 and {MAX_CPU_DEVICES}, got {num_devices}."
+        )
     if is_started():
         raise RuntimeError(
             f"configure_cpu_devices({num_devices}) comes too late, after this process has touched "
@@ -99,7 +88,7 @@ def open_devices(num_devices: int | None = None) -> list[torch.device]:
       ValueError: there are not exactly `num_devices` devices.
     """
     if on_cpu() and not is_started():
-        configure_cpu_devices(num_devices or configured_cpu_devices() or 1)
+        configure_cpu_devices(int(os.environ.get("CPU_NUM_DEVICES", num_devices or 1)))
     devices = [torch.device(name) for name in xm.get_xla_supported_devices()]
     if num_devices not in (None, len(devices)):
         raise ValueError(

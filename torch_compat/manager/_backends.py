@@ -5,7 +5,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
-from ..checks import as_count
 from ..errors import not_installed
 from ..master import MasterModel
 from ..reader import SampleReader
@@ -19,6 +18,7 @@ class TorchXla:
       name: name of the backend.
       extra: the extra of jaxslowmo that installs it.
       needs: modules that it needs.
+      is_started: function that returns whether this process has touched a device.
       make_master: class of the model in shared memory.
       make_reader: class of the reader of samples.
       open_group: function that opens all devices, in the device process.
@@ -30,34 +30,9 @@ class TorchXla:
         from .. import runtime
         from ..xla_worker import DeviceGroup, TPUDataManager, TPUSynchronizer
 
-        self._runtime = runtime
+        self.is_started = runtime.is_started
         self.make_master, self.make_reader = TPUSynchronizer, TPUDataManager
         self.open_group: Callable[..., Group] = DeviceGroup
-
-    def check_untouched(self) -> None:
-        """Raise `RuntimeError` if an XLA device has been touched."""
-        if self._runtime.is_started():
-            raise RuntimeError(
-                "This process has touched an XLA device, which a forked process cannot take over: "
-                "start TPUManager first (in a notebook: restart the kernel)."
-            )
-
-    def as_devices(self, nprocs: Any) -> int | None:
-        """Check and return `nprocs`, which is known on CPU devices."""
-        runtime = self._runtime
-        configured = runtime.configured_cpu_devices()
-        if nprocs is None:
-            # On other devices only the process that starts the runtime can count them.
-            return (configured or 1) if runtime.on_cpu() else None
-        nprocs = as_count("nprocs", nprocs)
-        if runtime.on_cpu():
-            runtime.check_cpu_devices(nprocs)
-            if configured not in (None, nprocs):
-                raise ValueError(
-                    f"`nprocs` must be the number of XLA devices there are, {configured} CPU "
-                    f"devices (CPU_NUM_DEVICES), got {nprocs}. Leave it out to use them all."
-                )
-        return nprocs
 
 
 class Torchax:
@@ -70,20 +45,14 @@ class Torchax:
     needs = ("torchax", "jax")  # torch_xla contains a package torchax, but no jax
     make_master, make_reader = MasterModel, SampleReader
 
-    def check_untouched(self) -> None:
-        """Raise `RuntimeError` if the program has imported and started jax."""
-        if "jax" in sys.modules:
-            from ..on_jax.device_process import has_devices
+    @staticmethod
+    def is_started() -> bool:
+        """Return whether the program has imported and started jax."""
+        if "jax" not in sys.modules:
+            return False
+        from ..on_jax.device_process import has_devices
 
-            if has_devices():
-                raise RuntimeError(
-                    "This process has started jax, whose devices a forked process cannot take "
-                    "over: start TPUManager first (in a notebook: restart the kernel)."
-                )
-
-    def as_devices(self, nprocs: Any) -> int | None:
-        """Check and return `nprocs`; the device process counts the devices."""
-        return None if nprocs is None else as_count("nprocs", nprocs)
+        return has_devices()
 
     @staticmethod
     def open_group(master: Any, reader: Any, options: WorkerOptions) -> Group:

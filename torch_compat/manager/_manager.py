@@ -117,8 +117,8 @@ class TPUManager(mp.Process):
         self.collate_fn = collate_fn
         self._backend = choose_backend(backend)
         self.backend = self._backend.name
-        self._backend.check_untouched()
-        self.nprocs = self._backend.as_devices(nprocs)
+        self._check_untouched()
+        self.nprocs = None if nprocs is None else as_count("nprocs", nprocs)
         self.seed_base = as_int("seed_base", seed_base)
         self.statistics: StepStatistics | None = None
         self._synchronizer = self._backend.make_master(model, post_init, compress_grads)
@@ -149,7 +149,7 @@ class TPUManager(mp.Process):
         """
         if self.pid is not None:
             raise RuntimeError("This TPUManager has been started already.")
-        self._backend.check_untouched()
+        self._check_untouched()
         connection, self._worker_end = mp.Pipe()
         self._host_end = connection
         self._settings = Settings.from_module(self._synchronizer.master_model)
@@ -158,6 +158,13 @@ class TPUManager(mp.Process):
         self._data_manager.release_receivers()
         self._data_manager.start()
         self._exchange.open(connection)
+
+    def _check_untouched(self) -> None:
+        if self._backend.is_started():
+            raise RuntimeError(
+                f"This process has touched a device of {self.backend}, which a fork cannot take "
+                "over: start TPUManager first (in a notebook: restart the kernel)."
+            )
 
     def run(self) -> None:
         """Run the device process."""

@@ -120,15 +120,11 @@ class _LossOfModule(LossProgram):
 def _loss_and_metrics(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return the loss and the metrics of a torch function; check their types."""
     value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
-    if not isinstance(value, torch.Tensor):
+    is_tensor = isinstance(value, torch.Tensor)
+    if not is_tensor or value.shape != () or not value.is_floating_point():
         raise ValueError(
-            "as_loss: `loss(module, batch)` must return a scalar tensor or (scalar tensor, metrics "
-            f"dict), got {_kind(out)}."
-        )
-    if value.shape != () or not value.is_floating_point():
-        raise ValueError(
-            "as_loss: the loss must be a scalar of a floating dtype, the mean over the batch, got "
-            f"{_kind(value)}."
+            "as_loss: `loss(module, batch)` must return a floating scalar, the mean over the batch, "
+            f"or (scalar, metrics dict), got {_kind(out)}."
         )
     if not isinstance(metrics, dict):
         raise ValueError(f"as_loss: metrics must be a dict of scalars, got {_kind(metrics)}.")

@@ -12,7 +12,6 @@ Processes whose programs differ wait for each other for ever. So:
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -249,13 +248,6 @@ class Collectives:
         """
         masters = self.places.masters
         return self.backend.permute(value, [(masters[i], masters[k]) for i, k in edges])
-
-    def of_first_of_node(self, value: Any) -> Any:
-        """Return `value`, of any type, from the process of this node that had data for longest.
-
-        Communication: one broadcast inside the node.
-        """
-        return self.backend.from_rank_of_node(value, self.first_of_node)
 
     def _zero_unless(
         self, contributes: bool, tensors: Sequence[torch.Tensor]

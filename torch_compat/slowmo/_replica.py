@@ -148,7 +148,9 @@ class Replica:
         if self.places.nprocs_per_node > 1:
             local = [optimizer.state_dict() for optimizer in optimizers]
             with self.collectives.graph(device, Kind.OPTIMIZER, []):
-                states = self.collectives.of_first_of_node([state["state"] for state in local])
+                states = self.collectives.backend.from_rank_of_node(
+                    [state["state"] for state in local], self.collectives.first_of_node
+                )
             for optimizer, own, state in zip(optimizers, local, states, strict=False):
                 optimizer.load_state_dict({**own, "state": state})
 

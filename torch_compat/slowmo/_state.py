@@ -40,8 +40,7 @@ def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
         entries["exchanged"] = _text(sorted(replica.names))
     slow = replica.slow.momentum
     if slow is not None:
-        rates = (slow.rates.last, slow.rates.made_at, slow.rates.since)
-        rates = [torch.tensor(value, dtype=torch.float64) for value in rates]
+        rates = [torch.tensor(value, dtype=torch.float64) for value in vars(slow.rates).values()]
         entries |= {"names": _text(slow.span.names), **dict(zip(_RATES, rates, strict=True))}
         entries |= {"anchor": slow.anchor, "velocity": slow.velocity}
     entries |= {_INITIAL + name: value for name, value in replica.slow.initial.items()}

@@ -3,9 +3,8 @@
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal
 
 import torch
 from torch.distributed.algorithms.join import Joinable
@@ -20,9 +19,6 @@ from ._replica import Replica
 from ._state import SavesReplica, consolidate
 from .backends import Kind
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
 # By module; hooks hold no wrapper, so that modules can be copied and pickled.
 _WRAPPERS: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 
@@ -33,11 +29,6 @@ def _note_load(part: torch.nn.Module, keys: Any) -> None:
     wrapper = _WRAPPERS[part]() if part in _WRAPPERS else None
     if wrapper is not None:
         wrapper._replica.slow.is_loaded = part is not wrapper  # whose own loading comes last
-
-
-def _not_compiled(method: _Method) -> _Method:
-    """Keep torch.compile from tracing a method that exchanges data or sets hooks."""
-    return cast("_Method", torch.compiler.disable(method))
 
 
 class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
@@ -264,7 +255,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self._after_forward(output, device)
         return output
 
-    @_not_compiled
+    @torch.compiler.disable
     def _before_forward(self) -> torch.device:
         replica, device = self._replica, self._device()
         if self.training:
@@ -284,7 +275,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             replica.slow.remember(params, device)
         return device
 
-    @_not_compiled
+    @torch.compiler.disable
     def _after_forward(self, output: Any, device: torch.device) -> None:
         if self._replica.waits_for_backward and torch.is_grad_enabled():
             self._hooks.on_parameters(self, self.module.parameters())
@@ -322,7 +313,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             push_sum.make_numerators(params)
         self._was_numerator = False
 
-    @_not_compiled
+    @torch.compiler.disable
     def perform_slowmo(
         self, optimizer: Any, fp32_params: Any = None, others: Literal["fairscale"] | None = None
     ) -> None:
@@ -356,16 +347,10 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         params = self._params_of_step(fp32_params)
         groups = self._groups(optimizer, params)
         self._check_covered(groups, params, others)
-        if (
-            self.num_updates == 0
-            and not params.masters
-            and any(p.dtype in HALF for p in params.tensors)
-        ):
-            warnings.warn(
-                "Set `fp32_params` in perform_slowmo() for half-precision parameters; accuracy is "
-                "lost without.",
-                stacklevel=3,  # torch.compiler.disable adds a call
-            )
+        lacks_masters = not params.masters and any(p.dtype in HALF for p in params.tensors)
+        if self.num_updates == 0 and lacks_masters:
+            text = "Set `fp32_params` in perform_slowmo(): half-precision parameters lose accuracy."
+            warnings.warn(text, stacklevel=3)  # torch.compiler.disable adds a call
         self._start(params.device, may_check=False)  # parameters differ after local steps
         if replica.collectives.absent:
             with replica.collectives.graph(params.device, Kind.STEP, []):
@@ -404,7 +389,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             "rank %d, step %d: average %r, gossip %r, slow step %r",
             *(self.process_rank, self.num_updates, average, gossip, slow),
         )
-        self.num_updates = update
+        replica.collectives.num_updates = update
         self._is_round_open = False
 
     def consolidated_state_dict(self, *, for_resuming: bool = False) -> dict[str, Any]:

@@ -111,14 +111,6 @@ class Functions(TorchFunctionMode):
                 "The module draws from a torch.Generator, which gives the same numbers in every "
                 "step: leave `generator` out."
             )
-        if func is _TENSOR.to:
-            args = (
-                args[0],
-                *(
-                    "cpu" if isinstance(x, str | int) and not isinstance(x, bool) else x
-                    for x in args[1:]
-                ),
-            )
         is_device = lambda x: isinstance(x, torch.device)  # noqa: E731
         args = jax.tree.map(lambda x: torch.device("cpu") if is_device(x) else x, args)
         if kwargs.get("device") is not None:
@@ -138,6 +130,12 @@ class Functions(TorchFunctionMode):
                 return self._reads[func](*args, **kwargs)
         replaced: Any = _FUNCTIONS.get(func, func)
         return replaced(*args, **kwargs)
+
+
+def _to(x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    """Compute `Tensor.to`, on the one device that there is."""
+    is_device = lambda y: isinstance(y, str | int) and not isinstance(y, bool)  # noqa: E731
+    return _TENSOR.to(x, *("cpu" if is_device(y) else y for y in args), **named)
 
 
 def _as_strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
@@ -271,5 +269,6 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.pdist: _pdist,
     weight_norm: _weight_norm,
     _TENSOR.data.__set__: _set_data,
+    _TENSOR.to: _to,
     _TENSOR.cuda: lambda x, *_, **__: x,
 }
