@@ -123,8 +123,8 @@ def _loss_and_metrics(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     is_tensor = isinstance(value, torch.Tensor)
     if not is_tensor or value.shape != () or not value.is_floating_point():
         raise ValueError(
-            "as_loss: `loss(module, batch)` must return a floating scalar, the mean over the batch, "
-            f"or (scalar, metrics dict), got {_kind(out)}."
+            "as_loss: `loss(module, batch)` must return a floating scalar tensor, or (scalar "
+            f"tensor, metrics dict), got {_kind(out)}."
         )
     if not isinstance(metrics, dict):
         raise ValueError(f"as_loss: metrics must be a dict of scalars, got {_kind(metrics)}.")

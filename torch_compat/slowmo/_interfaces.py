@@ -27,6 +27,10 @@ class NamesOfFairScale(torch.nn.Module):
         """The number of calls of `perform_slowmo` so far."""
         return self._replica.collectives.num_updates
 
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        self._replica.collectives.num_updates = number
+
     @property
     def ps_weight(self) -> torch.Tensor:
         """The push-sum weight w, (1,) float32."""

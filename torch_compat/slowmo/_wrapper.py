@@ -3,8 +3,9 @@
 import inspect
 import warnings
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch.distributed.algorithms.join import Joinable
@@ -19,6 +20,7 @@ from ._replica import Replica
 from ._state import SavesReplica, consolidate
 from .backends import Kind
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 # By module; hooks hold no wrapper, so that modules can be copied and pickled.
 _WRAPPERS: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 
@@ -29,6 +31,11 @@ def _note_load(part: torch.nn.Module, keys: Any) -> None:
     wrapper = _WRAPPERS[part]() if part in _WRAPPERS else None
     if wrapper is not None:
         wrapper._replica.slow.is_loaded = part is not wrapper  # whose own loading comes last
+
+
+def _not_compiled(method: _Method) -> _Method:
+    """Keep torch.compile from tracing a method that exchanges data or sets hooks."""
+    return cast("_Method", torch.compiler.disable(method))
 
 
 class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
@@ -255,7 +262,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self._after_forward(output, device)
         return output
 
-    @torch.compiler.disable
+    @_not_compiled
     def _before_forward(self) -> torch.device:
         replica, device = self._replica, self._device()
         if self.training:
@@ -275,7 +282,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             replica.slow.remember(params, device)
         return device
 
-    @torch.compiler.disable
+    @_not_compiled
     def _after_forward(self, output: Any, device: torch.device) -> None:
         if self._replica.waits_for_backward and torch.is_grad_enabled():
             self._hooks.on_parameters(self, self.module.parameters())
@@ -313,7 +320,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             push_sum.make_numerators(params)
         self._was_numerator = False
 
-    @torch.compiler.disable
+    @_not_compiled
     def perform_slowmo(
         self, optimizer: Any, fp32_params: Any = None, others: Literal["fairscale"] | None = None
     ) -> None:
