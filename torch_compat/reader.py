@@ -33,7 +33,7 @@ class DataError(RuntimeError):
 
 
 class DeviceQueue(torch.utils.data.IterableDataset):
-    """The samples of one device, in the process that drives it, read ahead from the first `get`."""
+    """The samples of one device, in the process that drives it, read ahead from the first one."""
 
     def __init__(self, prefetch: int, read: Callable[[], None]):
         super().__init__()
@@ -41,21 +41,14 @@ class DeviceQueue(torch.utils.data.IterableDataset):
         self._read = read
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield samples; raise `DataError` if there are no more."""
         while True:
-            yield self.get()
-
-    def get(self, timeout: float | None = None) -> Any:
-        """Return the next sample.
-
-        Raises:
-          DataError: there are no more, in this and every later call.
-        """
-        self._read()
-        sample = self.samples.get(timeout=timeout)
-        if isinstance(sample, EndOfData):
-            self.samples.put(sample)
-            raise DataError(sample)
-        return sample
+            self._read()
+            sample = self.samples.get()
+            if isinstance(sample, EndOfData):
+                self.samples.put(sample)  # for the next iterator
+                raise DataError(sample)
+            yield sample
 
 
 class SampleReader:

@@ -58,9 +58,6 @@ class Parser(argparse.ArgumentParser):
         """Return the options, also as the model's `config` and as arguments `slowmo`, or exit."""
         options = self.parse_args(arguments)
         every = vars(options)
-        least = (every.get("cpu_devices") or 1) * options.batch_size
-        if (size := every.get("train_samples", least)) < least:
-            self.error(f"--train-samples: must be a batch for every device, {least}, got {size}")
         options.slowmo = {name: every[name] for name in SLOWMO if name in every}
         options.slowmo["slowmo_base_algorithm"] = options.slowmo.pop("base", None)
         sizes = {name: every[name] for name in MODEL if name in every}

@@ -75,8 +75,7 @@ def choose_backend(name: str | None) -> Backend:
       ModuleNotFoundError: the backend is not installed, or none is.
     """
     if name not in (None, *BACKENDS):
-        names = ", ".join(map(repr, BACKENDS))
-        raise ValueError(f"`backend` must be one of {names}, or None, got {name!r}.")
+        raise ValueError(f"`backend` must be one of {[*BACKENDS]}, or None, got {name!r}.")
     missing = {
         backend: [module for module in kind.needs if find_spec(module) is None]
         for backend, kind in BACKENDS.items()

@@ -34,10 +34,8 @@ def check_module(owner: str, module: Any) -> None:
         )
     inner = "_orig_mod" if hasattr(module, "_orig_mod") else "module"
     if isinstance(module, torch.nn.parallel.DistributedDataParallel | OptimizedModule):
-        raise ValueError(
-            f"{owner}: `module` is a {type(module).__name__}: give the module in it, "
-            f"`module.{inner}`."
-        )
+        kind = type(module).__name__
+        raise ValueError(f"{owner}: `module` is a {kind}: give the module in it, `module.{inner}`.")
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
             f"{owner}: `module` is compiled by TorchScript: give the module that it was made of."

@@ -86,15 +86,9 @@ def _as_graph(graph: Any, num_nodes: int, nprocs_per_node: int) -> Graph:
 
 def _from_manager(manager: Any, nprocs_per_node: int) -> Graph:
     """Convert a FairScale GraphManager: rows of edges whose `dest` is the rank of a master."""
-    try:
-        rows = tuple(
-            tuple(int(edge.dest) // nprocs_per_node for edge in row) for row in manager.phone_book
-        )
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(
-            "`graph.phone_book` must hold one row of edges with `dest` per node, got "
-            f"{manager.phone_book!r}."
-        ) from None
+    rows = tuple(
+        tuple(int(edge.dest) // nprocs_per_node for edge in row) for row in manager.phone_book
+    )
     is_dynamic = getattr(manager, "is_dynamic_graph", lambda: True)()
     peers, name = getattr(manager, "peers_per_itr", 1), type(manager).__name__
     return Graph(len(rows), peers, rows, is_dynamic, name=name)
@@ -131,10 +125,6 @@ class PushSum:
         """Move a weight that was made or loaded on the host to the device of the parameters."""
         if self.weight.device != device:
             (self.weight,) = to_device([self.weight], device)
-
-    def reset(self) -> None:
-        """Set the weight to 1, after an exact average."""
-        self.weight = torch.ones_like(self.weight)
 
     def numerators(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return x = w * estimate of every parameter, whichever of both the module holds."""
@@ -212,7 +202,7 @@ class Averaging:
             if push_sum.moves:
                 weight = others.pop(0)
                 means = [times(mean, 1 / weight) for mean in means]
-                push_sum.reset()
+                push_sum.weight = torch.ones_like(weight)
             writes.extend(zip(buffers, others, strict=True))
             writes.extend(params.become(means, residuals))
         push_sum.is_numerator = False

@@ -99,8 +99,6 @@ def settle(
             f"`nprocs_per_node`={size} makes one node of all processes, whose gradients are "
             "averaged: LocalSGD and SGP are off."
         )
-        if has_slow_momentum(options):
-            _mention("SlowMo is used without LocalSGD and SGP.")
         return places, backend, None
     slow, local = options.slowmo_frequency, options.localsgd_frequency
     if has_slow_momentum(options) and base == SlowMoBaseAlgorithm.LOCALSGD and slow % local:

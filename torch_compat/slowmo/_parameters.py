@@ -187,11 +187,8 @@ class Groups:
         Raises:
           ValueError: a group has no learning rate.
         """
-        of_group: dict[int, float] = {}
-        for name in self.names:
-            group = self._group_of[name]
-            if id(group) not in of_group:
-                of_group[id(group)] = _rate(group, name, device)
+        first = {id(self._group_of[name]): name for name in reversed(self.names)}
+        of_group = {key: _rate(self._group_of[name], name, device) for key, name in first.items()}
         return [of_group[id(self._group_of[name])] for name in self.names]
 
 

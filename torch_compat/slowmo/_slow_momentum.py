@@ -353,7 +353,7 @@ class SlowSteps:
                 average = collectives.scatter_mean(flat)
                 if weights:
                     average = average * (1 / weights[0])
-                    push_sum.reset()
+                    push_sum.weight = torch.ones_like(weights[0])
                 slow.step(average, carry, slow_lr)
                 flat = collectives.gather(slow.anchor)
         else:

@@ -44,7 +44,7 @@ def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
         entries |= {"names": _text(slow.span.names), **dict(zip(_RATES, rates, strict=True))}
         entries |= {"anchor": slow.anchor, "velocity": slow.velocity}
     entries |= {_INITIAL + name: value for name, value in replica.slow.initial.items()}
-    named = {_PREFIX + key: _tensor(value) for key, value in entries.items()}
+    named = {_PREFIX + key: torch.as_tensor(value).detach() for key, value in entries.items()}
     if replica.push_sum.is_on:
         named["ps_weight"] = replica.push_sum.weight
         named["is_sgp_ps_numerator"] = torch.tensor(replica.push_sum.is_numerator)
@@ -215,10 +215,6 @@ def _text(names: Iterable[str]) -> torch.Tensor:
 
 def _names(text: torch.Tensor | None) -> list[str]:
     return [] if text is None else bytes(text.tolist()).decode().splitlines()
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    return value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value)
 
 
 class SavesReplica(torch.nn.Module):

@@ -45,7 +45,7 @@ GRAPHS = {
     "with a loop": ({"graph": SimpleNamespace(phone_book=LOOP)}, "node 1", ""),
     "without edges": (
         {"graph": SimpleNamespace(phone_book=[[1], [0]])},
-        *("`graph.phone_book`", [[1], [0]]),
+        *("'dest'", "", AttributeError),
     ),
     "of two halves": ({"graph": "bipartite_exponential", "world": 5}, "even", 5),
     "of two peers, one itself": (

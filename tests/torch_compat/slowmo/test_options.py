@@ -57,7 +57,7 @@ WARNED = {
     ),
     "one node": (
         {"nprocs_per_node": 4, "slowmo_base_algorithm": "sgp"},
-        [["`nprocs_per_node`=4", "SGP"], ["SlowMo"]],
+        [["`nprocs_per_node`=4", "SGP"]],
     ),
     "one node without slow momentum": (
         {"nprocs_per_node": 4, "slowmo_momentum": 0.0},
