@@ -132,7 +132,7 @@ class Functions(TorchFunctionMode):
         return replaced(*args, **kwargs)
 
 
-def _to(x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+def _tensor_to(x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
     """Compute `Tensor.to`, on the one device that there is."""
     is_device = lambda y: isinstance(y, str | int) and not isinstance(y, bool)  # noqa: E731
     return _TENSOR.to(x, *("cpu" if is_device(y) else y for y in args), **named)
@@ -269,6 +269,6 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.pdist: _pdist,
     weight_norm: _weight_norm,
     _TENSOR.data.__set__: _set_data,
-    _TENSOR.to: _to,
+    _TENSOR.to: _tensor_to,
     _TENSOR.cuda: lambda x, *_, **__: x,
 }
