@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import sys
 from typing import Any
 
 from .model import LanguageModelConfig
@@ -10,10 +9,10 @@ from .model import LanguageModelConfig
 # The range of a value, both ends included, by the name of its option, or by its type.
 _RANGES: dict[Any, tuple[float, float]] = {
     int: (1, math.inf),
-    float: (sys.float_info.min, sys.float_info.max),
+    float: (0, math.inf),
     "cpu_devices": (1, 64),  # `runtime.MAX_CPU_DEVICES` cannot be imported without torch_xla
     "seed": (0, math.inf),
-    "slowmo_momentum": (0, 1 - 2**-53),
+    "slowmo_momentum": (0, 0.999),
     "target_accuracy": (0, 100),
 }
 # Options of several programs, as (default, help). A tuple lists choices, the default first.
