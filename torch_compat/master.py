@@ -165,7 +165,7 @@ class MasterModel:
         if count != len(self._gradients):
             raise ValueError(
                 f"`post_init`, tie_weights() and copy.deepcopy(model) must keep the number of "
-                f"parameters: the replica has {count}, the master {len(self._gradients)}."
+                f"parameters: the replica has {count} and the master {len(self._gradients)}."
             )
 
     def write_gradients(self, values: Iterable[torch.Tensor], *, add: bool) -> None:

@@ -174,7 +174,8 @@ class Waiting:
         if polls % max(round(NOTICE_SECONDS / _POLL_SECONDS), 1) == 0:
             _log.warning(
                 "process %d has waited %.0f s for process %s of %d to exchange; it may evaluate, "
-                "save or compile, or its data has ended: see join()",
+                "save or compile, or be in a collective of the program's own, such as "
+                "torch.distributed.barrier(), after its data has ended: see join()",
                 *(self._rank, seconds, ", ".join(map(str, missing)), self._size),
             )
 
