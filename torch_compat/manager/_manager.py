@@ -162,8 +162,8 @@ class TPUManager(mp.Process):
     def _check_untouched(self) -> None:
         if self._backend.is_started():
             raise RuntimeError(
-                f"This process has touched a device of {self.backend}, which a fork cannot take "
-                "over: start TPUManager first (in a notebook: restart the kernel)."
+                f"This process has touched a device of {self._backend.needs[-1]}, which a fork "
+                "cannot use: start TPUManager first (in a notebook: restart the kernel)."
             )
 
     def run(self) -> None:

@@ -252,8 +252,8 @@ class Functional:
         if tree.keys() != set(names):
             missing, unknown = (sorted(set(names) - tree.keys()), sorted(tree.keys() - set(names)))
             raise ValueError(
-                f"{self._owner}: `{argument}` must have the names that as_loss returns; it lacks "
-                f"{missing}, and has unknown {unknown}."
+                f"{self._owner}: `params` must have the trained parameters and `model_state` all "
+                f"others; `{argument}` lacks {missing}, and has unknown {unknown}."
             )
 
     @contextlib.contextmanager
