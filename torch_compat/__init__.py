@@ -17,20 +17,20 @@ from .messages import StepStatistics as StepStatistics
 if TYPE_CHECKING:
     from . import on_jax as on_jax
     from . import runtime as runtime
-    from .data import TPUDataManager as TPUDataManager
     from .manager import TPUManager as TPUManager
     from .slowmo import SlowMoBaseAlgorithm as SlowMoBaseAlgorithm
     from .slowmo import SlowMoDistributedDataParallel as SlowMoDistributedDataParallel
     from .slowmo import broadcast_parameters as broadcast_parameters
-    from .synchronizer import TPUSynchronizer as TPUSynchronizer
+    from .xla_worker import TPUDataManager as TPUDataManager
+    from .xla_worker import TPUSynchronizer as TPUSynchronizer
 else:
     # Maps a name to the module that defines it; a module's name maps to itself.
     _HOMES = {
         "SlowMoBaseAlgorithm": "slowmo",
         "SlowMoDistributedDataParallel": "slowmo",
-        "TPUDataManager": "data",
+        "TPUDataManager": "xla_worker",
         "TPUManager": "manager",
-        "TPUSynchronizer": "synchronizer",
+        "TPUSynchronizer": "xla_worker",
         "broadcast_parameters": "slowmo",
         "on_jax": "on_jax",
         "runtime": "runtime",

@@ -54,10 +54,8 @@ def _start_threads() -> None:
         start_threads = getattr(ctypes.CDLL(path), _START_THREADS)
     except (OSError, AttributeError) as error:
         raise RuntimeError(
-            "backward() ran in this process (or the one it was forked from) before the XLA runtime "
-            f"started, and torch {torch.__version__} offers no way to add the devices to its "
-            "autograd engine afterwards. Start the devices (for TPUManager: construct and start "
-            "it) before the first backward()."
+            "backward() ran in this process, or the one it was forked from, before the XLA runtime "
+            "started: start the devices, or TPUManager, before the first backward()."
         ) from error
     get_engine.restype = ctypes.c_void_p
     start_threads.argtypes, start_threads.restype = [ctypes.c_void_p], None

@@ -1,4 +1,4 @@
-"""Checks of numbers among arguments, with their error messages."""
+"""Checks of arguments, with their error messages."""
 
 import math
 import operator
@@ -26,3 +26,22 @@ def as_count(name: str, value: Any) -> int:
 def is_finite(value: Any) -> bool:
     """Return whether `value` is an int or a float, and finite; bools are no numbers."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def as_batch_size(batch_size_per_device: Any, batch_size: Any) -> int:
+    """Return the batch size from its two argument names; the default is 1."""
+    spellings = {"batch_size_per_device": batch_size_per_device, "batch_size": batch_size}
+    sizes = {name: as_count(name, value) for name, value in spellings.items() if value is not None}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            "`batch_size` must not differ from `batch_size_per_device`, its other name, got "
+            f"{batch_size} and {batch_size_per_device}."
+        )
+    return next(iter(sizes.values()), 1)
+
+
+def as_seconds(name: str, value: Any) -> float | None:
+    """Return `value`, a positive number of seconds or None."""
+    if value is not None and not (is_finite(value) and value > 0):
+        raise ValueError(f"`{name}` must be a number of seconds > 0, or None, got {value!r}.")
+    return value

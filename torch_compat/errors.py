@@ -71,8 +71,7 @@ def unlike_calls(calls: Mapping[int, str]) -> str:
         for call, ranks in processes.items()
     ]
     return (
-        f"Processes must make the same calls in the same order, but {' and '.join(parts)}; look "
-        "for a forward pass in training mode, a backward pass, perform_slowmo() or "
-        "consolidated_state_dict() that not all of them run, and for arguments of the wrapper that "
-        "differ (in eval() mode forward passes exchange nothing)."
+        f"Processes must make the same calls in the same order, but {' and '.join(parts)}: not all "
+        "run the same forward passes in training mode, backward passes, perform_slowmo() or "
+        "consolidated_state_dict(), or arguments of the wrapper differ."
     )

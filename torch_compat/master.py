@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
-from .memory import separate
+from .tensors import separate
 
 
 class MasterModel:
@@ -37,9 +37,7 @@ class MasterModel:
             if tensor.device.type != "cpu":
                 raise ValueError(f"`model` must be on the CPU; {name!r} is on {tensor.device}.")
         self.compress_grads, self._post_init = compress_grads, post_init
-        tie = getattr(model, "tie_weights", None)
-        if tie is not None:
-            tie()  # before tensors are counted: the replicas' are tied
+        _tie_weights(model)  # before tensors are counted: the replicas' are tied
         parameters = list(model.parameters())
         if not parameters:
             raise ValueError("`model` has no parameters.")
@@ -49,9 +47,8 @@ class MasterModel:
             self._gradients = _shared_like(parameters)
         except RuntimeError as error:
             raise OSError(
-                f"The model's tensors could not be moved into shared memory ({error}). Every "
-                "parameter takes an open file: `ulimit -n` says how many may be, and /dev/shm "
-                "must have room for all of them."
+                f"`model` does not fit into shared memory ({error}): each parameter needs an open "
+                "file (`ulimit -n`) and room in /dev/shm."
             ) from error
         # The tensors that the devices' process sees, even if the model later refers to others.
         self._parameters = [parameter.detach() for parameter in parameters]
@@ -70,7 +67,7 @@ class MasterModel:
         zero. A gradient that has replaced the shared one is copied.
         """
         with torch.no_grad():
-            for (_, parameter), shared in zip(self._named(), self._gradients, strict=True):
+            for parameter, shared in zip(self._parameters_now(), self._gradients, strict=True):
                 if parameter.grad is None:
                     shared.zero_()
                 elif parameter.grad is not shared:
@@ -105,10 +102,13 @@ class MasterModel:
         Raises:
           ValueError: the tensors do not fit; then nothing has been copied.
         """
-        named = self._named()
-        new = _check_parameters(new_host_parameters, named, self._parameters)
+        params = self._parameters_now()
+        new = self._check_parameters(new_host_parameters)
         buffers = dict(self.master_model.named_buffers())
-        _check_buffers(buffers, self._buffers)
+        if changed := sorted(buffers.keys() ^ self._buffers.keys()):
+            raise ValueError(f"`model` must keep its buffers; it has gained or lost {changed}.")
+        for name, old in self._buffers.items():
+            _check_like("model", name, buffers[name], old)
         with torch.no_grad():
             pointers = {tensor.untyped_storage().data_ptr() for tensor in self._parameters}
             # A tensor that is a view of another parameter must be read before that is written.
@@ -118,7 +118,7 @@ class MasterModel:
                 else tensor
                 for tensor, target in zip(new, self._parameters, strict=True)
             ]
-            for (_, param), target, source in zip(named, self._parameters, sources, strict=True):
+            for param, target, source in zip(params, self._parameters, sources, strict=True):
                 if not _is_same(source, target):
                     target.copy_(source)
                 if not _is_same(param, target):
@@ -128,14 +128,27 @@ class MasterModel:
                     target.copy_(buffers[name])
                     buffers[name].data = target
 
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
-        named = list(self.master_model.named_parameters())
-        if len(named) != len(self._gradients):
+    def _parameters_now(self) -> list[nn.Parameter]:
+        parameters = list(self.master_model.parameters())
+        if len(parameters) != len(self._gradients):
             raise ValueError(
-                f"The model had {len(self._gradients)} parameters when it became the master and "
-                f"has {len(named)} now; its structure must stay."
+                f"`model` must keep its {len(self._gradients)} parameters while it is the master, "
+                f"and has {len(parameters)}."
             )
-        return named
+        return parameters
+
+    def _check_parameters(self, new: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        rule = "`new_host_parameters` must be tensors like those of model.parameters()"
+        if isinstance(new, Mapping | nn.Module | torch.Tensor) or not isinstance(new, Iterable):
+            raise ValueError(f"{rule}, got a {type(new).__name__}.")
+        tensors, names = list(new), [name for name, _ in self.master_model.named_parameters()]
+        if len(tensors) != len(names):
+            raise ValueError(f"{rule}, {len(names)} of them; got {len(tensors)}.")
+        for name, old, tensor in zip(names, self._parameters, tensors, strict=True):
+            if not isinstance(tensor, torch.Tensor):
+                raise ValueError(f"{rule}, got a {type(tensor).__name__} for {name!r}.")
+            _check_like("new_host_parameters", name, tensor, old)
+        return [tensor.detach() for tensor in tensors]
 
     def host_tensors(self) -> list[torch.Tensor]:
         """Return the shared parameters, then the shared buffers, in a replica's order."""
@@ -147,14 +160,12 @@ class MasterModel:
         Raises:
           ValueError: it then has another number of parameters than the master.
         """
-        finish = self._post_init or (lambda copy: getattr(copy, "tie_weights", lambda: None)())
-        finish(replica)
+        (self._post_init or _tie_weights)(replica)
         count = len(list(replica.parameters()))
         if count != len(self._gradients):
             raise ValueError(
-                f"The replica has {count} parameters and the master {len(self._gradients)}: "
-                "copy.deepcopy(model), its tie_weights() and `post_init` must not change their "
-                "number."
+                f"`post_init`, tie_weights() and copy.deepcopy(model) must keep the number of "
+                f"parameters: the replica has {count} and the master {len(self._gradients)}."
             )
 
     def write_gradients(self, values: Iterable[torch.Tensor], *, add: bool) -> None:
@@ -178,6 +189,10 @@ class MasterModel:
                 self._buffers[name].copy_(value)
 
 
+def _tie_weights(model: nn.Module) -> None:
+    getattr(model, "tie_weights", lambda: None)()
+
+
 def _shared_like(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
     """Return zeros like the parameters, in one block of shared memory per dtype."""
     views: dict[int, torch.Tensor] = {}
@@ -187,32 +202,6 @@ def _shared_like(parameters: list[nn.Parameter]) -> list[torch.Tensor]:
         parts = torch.zeros(sum(sizes), dtype=dtype).share_memory_().split(sizes)
         views |= {id(p): part.view(p.shape) for p, part in zip(same, parts, strict=True)}
     return [views[id(parameter)] for parameter in parameters]
-
-
-def _check_parameters(
-    new: Iterable[torch.Tensor], named: list[tuple[str, nn.Parameter]], masters: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    rule = "`new_host_parameters` must be tensors like those of model.parameters()"
-    if isinstance(new, Mapping | nn.Module | torch.Tensor) or not isinstance(new, Iterable):
-        raise ValueError(f"{rule}, got a {type(new).__name__}.")
-    tensors = list(new)
-    if len(tensors) != len(named):
-        raise ValueError(f"{rule}, {len(named)} of them; got {len(tensors)}.")
-    for (name, _), old, tensor in zip(named, masters, tensors, strict=True):
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{rule}, got a {type(tensor).__name__} for {name!r}.")
-        _check_like("new_host_parameters", name, tensor, old)
-    return [tensor.detach() for tensor in tensors]
-
-
-def _check_buffers(buffers: dict[str, torch.Tensor], masters: dict[str, torch.Tensor]) -> None:
-    if buffers.keys() != masters.keys():
-        names = ", ".join(sorted(buffers.keys() ^ masters.keys()))
-        raise ValueError(
-            f"The model has gained or lost buffers since it became the master: {names}."
-        )
-    for name, old in masters.items():
-        _check_like("model", name, buffers[name], old)
 
 
 def _check_like(argument: str, name: str, tensor: torch.Tensor, old: torch.Tensor) -> None:

@@ -69,7 +69,7 @@ class Meeting:
                     _log.warning(
                         "process %d has waited %.0f s for process %s of %d to exchange; it may "
                         "evaluate, save or compile",
-                        *(index, time.monotonic() - begin, _listed(missing), self.parties),
+                        *(index, time.monotonic() - begin, _join(missing), self.parties),
                     )
             if len(set(calls)) > 1:
                 raise UnlikeCallsError(unlike_calls(dict(enumerate(calls))))
@@ -82,15 +82,14 @@ class Meeting:
             unknown = any(i not in self._threads for i in missing)
             failures = [e for e in failures if unknown and _came_through(e, "torch_xla")]
         if ended or failures:
+            how = f"raised {failures[-1]!r}" if failures else "returned"
             raise PeerLostError(
-                f"Process {_listed(ended or missing)} of {self.parties} will not take part in this "
-                "exchange: its function has "
-                f"{'raised ' + repr(failures[-1]) if failures else 'returned'}, and the others "
-                "wait. All processes must make the same calls."
+                f"Process {_join(ended or missing)} of {self.parties} will not take part in this "
+                f"exchange: its function has {how}. All processes must make the same calls."
             ) from (failures[-1] if failures else None)
         if seconds > LIMIT_SECONDS:
             raise PeerLostError(
-                f"Process {_listed(missing)} of {self.parties} has not come to this exchange for "
+                f"Process {_join(missing)} of {self.parties} has not come to this exchange for "
                 f"{seconds:.0f} s. All processes must make the same calls."
             )
 
@@ -126,5 +125,5 @@ def _came_through(error: BaseException, package: str) -> bool:
     return package in names
 
 
-def _listed(ranks: list[int]) -> str:
+def _join(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))

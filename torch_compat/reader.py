@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import torch.utils.data
 
-from . import samples
 from .checks import as_count
 from .errors import describe
+from .tensors import dumps, loads
 
 
 class EndOfData(NamedTuple):
@@ -33,33 +33,22 @@ class DataError(RuntimeError):
 
 
 class DeviceQueue(torch.utils.data.IterableDataset):
-    """The samples of one device, in the process that drives it, read ahead from the first `get`."""
+    """The samples of one device, in the process that drives it, read ahead from the first one."""
 
     def __init__(self, prefetch: int, read: Callable[[], None]):
         super().__init__()
-        self._samples: queue.Queue = queue.Queue(prefetch)
+        self.samples: queue.Queue = queue.Queue(prefetch)
         self._read = read
 
     def __iter__(self) -> Iterator[Any]:
+        """Yield samples; raise `DataError` if there are no more."""
         while True:
-            yield self.get()
-
-    def get(self, timeout: float | None = None) -> Any:
-        """Return the next sample.
-
-        Raises:
-          DataError: there are no more, in this and every later call.
-        """
-        self._read()
-        sample = self._samples.get(timeout=timeout)
-        if isinstance(sample, EndOfData):
-            self.put(sample)
-            raise DataError(sample)
-        return sample
-
-    def put(self, sample: Any) -> None:
-        """Append a sample; wait while `prefetch` samples are in the queue."""
-        self._samples.put(sample)
+            self._read()
+            sample = self.samples.get()
+            if isinstance(sample, EndOfData):
+                self.samples.put(sample)  # for the next iterator
+                raise DataError(sample)
+            yield sample
 
 
 class SampleReader:
@@ -189,8 +178,8 @@ class SampleReader:
         """
         if num_workers != 0:
             raise ValueError(
-                "`num_workers` must be 0: a thread of this process reads the samples, and workers "
-                f"would wait for them for ever; got {num_workers}. Load in the dataset instead."
+                f"`num_workers` must be 0, got {num_workers}: a thread of this process reads the "
+                "samples; load in the dataset instead."
             )
         if not 0 <= index < len(self.device_queues):
             raise ValueError(
@@ -205,7 +194,7 @@ def _send_samples(dataset: Iterable[Any], senders: list[Connection]) -> None:
     try:
         iterator = iter(dataset)
         while True:
-            data = samples.dumps(next(iterator))
+            data = dumps(next(iterator))
             if not _send(senders[count % len(senders)], data):
                 return
             count += 1
@@ -215,7 +204,7 @@ def _send_samples(dataset: Iterable[Any], senders: list[Connection]) -> None:
         message = f"The dataset failed at sample {count}: {describe(error)}"
         end = EndOfData(message, traceback.format_exc())
     for sender in senders:
-        _send(sender, samples.dumps(end))
+        _send(sender, dumps(end))
 
 
 def _send(sender: Connection, data: bytes) -> bool:
@@ -232,11 +221,11 @@ def _deal_samples(receiver: Connection, queues: list[DeviceQueue]) -> None:
     count = 0
     try:
         while True:
-            sample = samples.loads(receiver.recv_bytes())
+            sample = loads(receiver.recv_bytes())
             if isinstance(sample, EndOfData):
                 end = sample
                 break
-            queues[count % len(queues)].put(sample)
+            queues[count % len(queues)].samples.put(sample)
             count += 1
     except (EOFError, OSError):
         pass
@@ -245,4 +234,4 @@ def _deal_samples(receiver: Connection, queues: list[DeviceQueue]) -> None:
         end = EndOfData(message, traceback.format_exc())
     for device_queue in queues:
         # A full queue of one device must not keep the message from the others.
-        threading.Thread(target=device_queue.put, args=(end,), daemon=True).start()
+        threading.Thread(target=device_queue.samples.put, args=(end,), daemon=True).start()

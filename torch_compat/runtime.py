@@ -45,20 +45,6 @@ def on_cpu() -> bool:
     return xr.device_type() == "CPU"
 
 
-def configured_cpu_devices() -> int | None:
-    """Return the number in `CPU_NUM_DEVICES`, None if it is not set."""
-    value = os.environ.get("CPU_NUM_DEVICES")
-    return None if value is None else int(value)
-
-
-def check_cpu_devices(num_devices: int) -> None:
-    """Raise `ValueError` unless that many CPU devices can be configured."""
-    if not 1 <= as_int("num_devices", num_devices) <= MAX_CPU_DEVICES:
-        raise ValueError(
-            f"`num_devices` must be between 1 and {MAX_CPU_DEVICES}, got {num_devices}."
-        )
-
-
 def configure_cpu_devices(num_devices: int) -> None:
     """Give the XLA runtime of this process, and of processes it starts, `num_devices` CPU devices.
 
@@ -72,11 +58,14 @@ def configure_cpu_devices(num_devices: int) -> None:
       ValueError: not 1 <= num_devices <= 64.
       RuntimeError: this process has touched an XLA device already.
     """
-    check_cpu_devices(num_devices)
+    if not 1 <= as_int("num_devices", num_devices) <= MAX_CPU_DEVICES:
+        raise ValueError(
+            f"`num_devices` must be between 1 and {MAX_CPU_DEVICES}, got {num_devices}."
+        )
     if is_started():
         raise RuntimeError(
-            f"configure_cpu_devices({num_devices}) comes too late: this process has touched an XLA "
-            "device, and the number of devices is fixed from then on. Call it first."
+            f"configure_cpu_devices({num_devices}) comes too late, after this process has touched "
+            "an XLA device: call it first."
         )
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["CPU_NUM_DEVICES"] = str(num_devices)
@@ -99,7 +88,7 @@ def open_devices(num_devices: int | None = None) -> list[torch.device]:
       ValueError: there are not exactly `num_devices` devices.
     """
     if on_cpu() and not is_started():
-        configure_cpu_devices(num_devices or configured_cpu_devices() or 1)
+        configure_cpu_devices(int(os.environ.get("CPU_NUM_DEVICES", num_devices or 1)))
     devices = [torch.device(name) for name in xm.get_xla_supported_devices()]
     if num_devices not in (None, len(devices)):
         raise ValueError(
@@ -110,10 +99,7 @@ def open_devices(num_devices: int | None = None) -> list[torch.device]:
     # torch_xla caches the size at the first query, which may have been before a fork.
     xr._WORLD_SIZE = xr._ORDINAL = None
     xm.set_replication(devices[0], devices if len(devices) > 1 else [])
-    if xr.world_size() != len(devices):
-        raise RuntimeError(
-            f"torch_xla counts {xr.world_size()} replicas for {len(devices)} devices."
-        )
+    assert xr.world_size() == len(devices)
     ensure_autograd_threads(devices[0])
     return devices
 
@@ -121,11 +107,6 @@ def open_devices(num_devices: int | None = None) -> list[torch.device]:
 def bind(device: torch.device) -> None:
     """Make `device` the calling thread's default device and set its ordinal."""
     _XLAC._xla_set_default_device(str(device))
-
-
-def bound() -> torch.device:
-    """Return the device that the calling thread drives."""
-    return torch_xla.device()
 
 
 def run_pending(device: torch.device | None = None) -> None:
@@ -145,7 +126,7 @@ def run_pending(device: torch.device | None = None) -> None:
         return
     with _LAUNCH:
         torch_xla.sync()
-    xm.wait_device_ops([_real_name(device)])
+    wait(device)
 
 
 def may_launch() -> bool:
@@ -157,9 +138,8 @@ def may_launch() -> bool:
     allowed = _XLAC._get_allow_execution()
     if not allowed and shares_a_process():
         raise RuntimeError(
-            "torch_xla.compile(full_graph=True) cannot be used on several CPU devices: it forbids "
-            "the whole process to launch graphs, whose other threads do. Leave full_graph out; on "
-            "one device per process it works."
+            "torch_xla.compile(full_graph=True) cannot be used on several CPU devices, whose other "
+            "threads launch graphs: leave full_graph out."
         )
     return allowed
 

@@ -22,14 +22,14 @@ class Settings(NamedTuple):
     attributes: Mapping[str, Any]
 
     @classmethod
-    def of(cls, module: "nn.Module") -> "Settings":
+    def from_module(cls, module: "nn.Module") -> "Settings":
         """Return the current settings of a module."""
         trained = {name: p.requires_grad for name, p in module.named_parameters()}
         return cls(trained, plain_attributes(module))
 
-    def since(self, before: "Settings") -> "Settings":
+    def changes_since(self, before: "Settings") -> "Settings":
         """Return those that are new or have changed."""
-        return Settings(*map(changed, before, self))
+        return Settings(*map(changed_values, before, self))
 
     def __bool__(self) -> bool:
         return bool(self.trained or self.attributes)
@@ -62,7 +62,7 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, Number | str)
 
 
-def changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def changed_values(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plain values that are new in `now`, or not the same as before."""
     return {
         name: value

@@ -44,7 +44,7 @@ def worker(rank: int, world: int, address: str, port: str, rounds: int, steps: i
     import torch
     import torch.distributed as dist
 
-    from torch_compat.slowmo import SlowMoDistributedDataParallel
+    from torch_compat.slowmo import SlowMoDistributedDataParallel, broadcast_parameters
     from torch_compat.slowmo.backends import Exchange, Kind
     from torch_compat.slowmo.backends._distributed import DistributedBackend
 
@@ -67,9 +67,8 @@ def worker(rank: int, world: int, address: str, port: str, rounds: int, steps: i
     runs = {}
     for name, options in VARIANTS.items():
         layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(4)]
-        net = SlowMoDistributedDataParallel(
-            torch.nn.Sequential(*layers), 1, broadcast_parameters=True, **options
-        )
+        broadcast_parameters(module := torch.nn.Sequential(*layers))
+        net = SlowMoDistributedDataParallel(module, 1, **options)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
 
         def step(net=net, optimizer=optimizer) -> None:
@@ -87,10 +86,10 @@ def worker(rank: int, world: int, address: str, port: str, rounds: int, steps: i
             torch.nn.Sequential(torch.nn.Conv2d(a, b, 3, padding=1), torch.nn.BatchNorm2d(b))
             for a, b in itertools.pairwise(channels)
         ]
+        broadcast_parameters(module := torch.nn.Sequential(*blocks))
         net = SlowMoDistributedDataParallel(
-            torch.nn.Sequential(*blocks),
+            module,
             1,
-            broadcast_parameters=True,
             broadcast_buffers=mode,
             localsgd_frequency=10**6,
             slowmo_momentum=0.0,

@@ -16,10 +16,9 @@ FLOORS: dict[str, float] = {
     "checkpoint": 8, "islands": 8, TOP_LEVEL: 9, "cli": 10, "__main__": 11,
 }  # fmt: skip
 TORCH_FLOORS: dict[str, float] = {
-    "checks": -1, "memory": -1, "autograd_threads": 0, "batches": 0, "errors": 0, "master": 0,
-    "samples": 0, "settings": 0,
-    "meeting": 1, "messages": 1, "reader": 1, "runtime": 2, "worker": 2, "data": 3, "slowmo": 3,
-    "synchronizer": 3, ON_JAX: 4, "xla_worker": 4, "manager": 5, TOP_LEVEL: 6, "examples": 7,
+    "checks": -1, "tensors": -1, "autograd_threads": 0, "errors": 0, "master": 0, "settings": 0,
+    "meeting": 1, "messages": 1, "reader": 1, "runtime": 2, "worker": 2, "slowmo": 3,
+    ON_JAX: 4, "xla_worker": 4, "manager": 5, TOP_LEVEL: 6, "examples": 7,
 }  # fmt: skip
 # Units that may import less than lower floors: `import jaxslowmo.topology` must work without jax.
 ONLY = {TOP_LEVEL: {"_version"}, "topology": set()}

@@ -88,7 +88,7 @@ def test_results_and_arguments_of_a_module():
     apply = on_jax.as_apply(Returns(lambda x, scale, flag: x * scale if flag else x))
     np.testing.assert_array_equal(apply({}, {}, X, scale=2 * X, flag=True), 2 * X)
     np.testing.assert_array_equal(apply({}, {}, X, scale=X, flag=False), X)
-    for make, where in ((lambda x: {1, 2}, "result is a set"), (lambda x: [object()], "result[0]")):
+    for make, where in ((lambda x: {1, 2}, "got a set"), (lambda x: [object()], "result[0]")):
         with pytest.raises(ValueError, match="as_apply") as error:
             on_jax.as_apply(Returns(make))({}, {}, X)
         assert where in str(error.value)

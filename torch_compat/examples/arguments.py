@@ -6,16 +6,14 @@ from typing import Any
 
 from .model import LanguageModelConfig
 
-# The rule for a value, by the name of its option, or by the type of its default.
-_RULES: dict[Any, Any] = {
-    int: ("a whole number >= 1", lambda value: value >= 1),
-    float: ("a number > 0", lambda value: 0 < value < math.inf),
-    str: ("text", lambda value: True),
-    # `runtime.MAX_CPU_DEVICES` cannot be imported without torch_xla.
-    "cpu_devices": ("a whole number from 1 to 64", lambda value: 1 <= value <= 64),
-    "seed": ("a whole number >= 0", lambda value: value >= 0),
-    "slowmo_momentum": ("in [0, 1)", lambda value: 0 <= value < 1),
-    "target_accuracy": ("a number from 0 to 100", lambda value: 0 <= value <= 100),
+# The range of a value, both ends included, by the name of its option, or by its type.
+_RANGES: dict[Any, tuple[float, float]] = {
+    int: (1, math.inf),
+    float: (0, math.inf),
+    "cpu_devices": (1, 64),  # `runtime.MAX_CPU_DEVICES` cannot be imported without torch_xla
+    "seed": (0, math.inf),
+    "slowmo_momentum": (0, 0.999),
+    "target_accuracy": (0, 100),
 }
 # Options of several programs, as (default, help). A tuple lists choices, the default first.
 MODEL = {
@@ -48,44 +46,33 @@ class Parser(argparse.ArgumentParser):
         prog = f"python -m {__package__}.{module}"
         super().__init__(prog, description=description, formatter_class=style)
         for name, (default, text) in (option for group in groups for option in group.items()):
-            kwargs: dict[str, Any] = {"default": default, "type": _reader(name, default)}
-            if isinstance(default, bool):
-                kwargs = {"action": "store_true"}
-            elif isinstance(default, tuple):
+            kwargs: dict[str, Any] = {"action": "store_true"}
+            if isinstance(default, tuple):
                 kwargs = {"default": default[0], "choices": default}
+            elif not isinstance(default, bool):
+                kwargs = {"default": default, "type": _reader(name, default)}
             self.add_argument(f"--{name.replace('_', '-')}", help=f"{text} (%(default)s)", **kwargs)
 
     def parse(self, arguments: list[str] | None = None) -> argparse.Namespace:
         """Return the options, also as the model's `config` and as arguments `slowmo`, or exit."""
         options = self.parse_args(arguments)
         every = vars(options)
-        devices, node = every.get("cpu_devices") or 1, every.get("nprocs_per_node", 1)
-        if every.get("cpu_devices") and devices % node:
-            self.error(f"--nprocs-per-node: must divide --cpu-devices, {devices}, got {node}")
-        least = devices * options.batch_size
-        if (size := every.get("train_samples", least)) < least:
-            self.error(f"--train-samples: must be a batch for every device, {least}, got {size}")
         options.slowmo = {name: every[name] for name in SLOWMO if name in every}
         options.slowmo["slowmo_base_algorithm"] = options.slowmo.pop("base", None)
-        try:
-            sizes = {name: every[name] for name in MODEL if name in every}
-            options.config = LanguageModelConfig(**sizes)
-        except ValueError as error:
-            self.error(str(error))
+        sizes = {name: every[name] for name in MODEL if name in every}
+        options.config = LanguageModelConfig(**sizes)
         return options
 
 
 def _reader(name: str, default: Any) -> Any:
     """Return a function that converts a value; argparse reports its errors."""
     kind = int if default is None else type(default)
+    low, high = _RANGES.get(name) or _RANGES[kind]
 
     def read(text: str) -> Any:
-        rule, is_allowed = _RULES.get(name) or _RULES[kind]
-        try:
-            if is_allowed(value := kind(text)):
-                return value
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"must be {rule}, got {text!r}")
+        value = kind(text)
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be from {low:g} to {high:g}, got {text!r}")
+        return value
 
     return read

@@ -34,8 +34,7 @@ def load(path: Path, **expected: Any) -> dict[str, Any]:
         raise ValueError(f"{path} is not a checkpoint that can be read: {error}") from error
     for name, value in expected.items():
         if state.get(name) != value:
-            is_now = f"its {name} is {state.get(name)}, now {value} is requested"
-            raise ValueError(f"{path} is of another run: {is_now}.")
+            raise ValueError(f"{path} has the {name} {state.get(name)}, not {value}.")
     return state
 
 

@@ -17,11 +17,6 @@ class LanguageModelConfig:
     layers: int = 2
     heads: int = 6
 
-    def __post_init__(self):
-        if self.width % self.heads:
-            sizes = f"{self.width} and {self.heads}"
-            raise ValueError(f"`width` must be a multiple of `heads`, got {sizes}.")
-
 
 class LanguageModel(nn.Module):
     """A transformer that predicts every token from those before it, with tied embeddings."""

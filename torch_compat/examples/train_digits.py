@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 import torch_xla
 import torch_xla.core.xla_model as xm
-import torch_xla.debug.metrics as met
 import torch_xla.distributed.parallel_loader as pl
 import torch_xla.distributed.xla_multiprocessing as xmp
 import torch_xla.runtime as xr
@@ -31,7 +30,6 @@ OPTIONS = {
     "train_samples": (4000, "pictures to train on, in all"),
     "test_samples": (1024, "pictures to test with, in all"),
     "target_accuracy": (97.0, "in percent"),
-    "metrics": (False, "print torch_xla's counts at the end"),
 }
 _PARSER = Parser("train_digits", __doc__, XLA, OPTIONS, TRAINING, SLOWMO)
 _PARSER.set_defaults(batch_size=32, learning_rate=0.05)
@@ -73,8 +71,6 @@ def train(index: int, options: argparse.Namespace) -> None:
         loss = mean_over_devices(total, steps)
         accuracy = 100 * evaluate(net, pl.MpDeviceLoader(test_batches, device))
         xm.master_print(f"epoch {epoch + 1}: training loss {loss:.4f}, accuracy {accuracy:.2f} %")
-    if options.metrics:
-        xm.master_print(met.short_metrics_report())
     if accuracy < options.target_accuracy:
         sys.exit(f"Accuracy {accuracy:.2f} % is below the target, {options.target_accuracy} %.")
 

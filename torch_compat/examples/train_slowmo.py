@@ -32,9 +32,7 @@ def train(index: int, options: argparse.Namespace, model: LanguageModel) -> None
     # A copy, since several CPU devices are threads, which share `model`.
     replica = copy.deepcopy(model).to(torch_xla.device())
     replica.tie_weights()  # a move to an XLA device makes two tensors of tied ones
-    # A full graph cannot read values, so it cannot check that replicas start equal.
-    settings = {"check_start": not options.compiled, **options.slowmo}
-    net = SlowMoDistributedDataParallel(replica, **settings)
+    net = SlowMoDistributedDataParallel(replica, **options.slowmo)
     # `capturable` counts steps on the device. A Python number would make every step a new graph,
     # and so would a learning rate that changes, unless it is a tensor.
     optimizer = torch.optim.AdamW(net.parameters(), lr=options.learning_rate, capturable=True)

@@ -27,10 +27,7 @@ def join() -> torch.device:
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    if local_rank >= gpus:
-        raise ValueError(f"`--nproc-per-node` must be at most the GPUs here, {gpus}.")
-    device = torch.device("cuda", local_rank)
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
     return device

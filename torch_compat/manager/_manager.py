@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checks import as_count, as_int
+from ..checks import as_batch_size, as_count, as_int, as_seconds
 from ..errors import TPUWorkerError
 from ..messages import StepStatistics
 from ..settings import Settings
 from ..worker import WorkerOptions, serve
-from ._arguments import as_batch_size, as_bool, as_callable, as_seconds
 from ._backends import choose_backend
 from ._exchange import StepExchange
 
@@ -115,14 +114,13 @@ class TPUManager(mp.Process):
         self.init_timeout = as_seconds("init_timeout", init_timeout)
         if not isinstance(model, nn.Module):
             raise ValueError(f"`model` must be a torch.nn.Module, got {type(model).__name__}.")
-        self.collate_fn = as_callable("collate_fn", collate_fn)
-        self.backend, self._backend = choose_backend(backend)
-        self._backend.check_untouched()
-        self.nprocs = self._backend.as_devices(nprocs)
+        self.collate_fn = collate_fn
+        self._backend = choose_backend(backend)
+        self.backend = self._backend.name
+        self._check_untouched()
+        self.nprocs = None if nprocs is None else as_count("nprocs", nprocs)
         self.seed_base = as_int("seed_base", seed_base)
         self.statistics: StepStatistics | None = None
-        post_init = as_callable("post_init", post_init)
-        compress_grads = as_bool("compress_grads", compress_grads)
         self._synchronizer = self._backend.make_master(model, post_init, compress_grads)
         self._data_manager = self._backend.make_reader(
             dataset, self.nprocs, self.prefetch, start=False
@@ -151,15 +149,22 @@ class TPUManager(mp.Process):
         """
         if self.pid is not None:
             raise RuntimeError("This TPUManager has been started already.")
-        self._backend.check_untouched()
+        self._check_untouched()
         connection, self._worker_end = mp.Pipe()
         self._host_end = connection
-        self._settings = Settings.of(self._synchronizer.master_model)
+        self._settings = Settings.from_module(self._synchronizer.master_model)
         super().start()
         self._worker_end.close()
         self._data_manager.release_receivers()
         self._data_manager.start()
         self._exchange.open(connection)
+
+    def _check_untouched(self) -> None:
+        if self._backend.is_started():
+            raise RuntimeError(
+                f"This process has touched a device of {self._backend.needs[-1]}, which a fork "
+                "cannot use: start TPUManager first (in a notebook: restart the kernel)."
+            )
 
     def run(self) -> None:
         """Run the device process."""
@@ -199,8 +204,9 @@ class TPUManager(mp.Process):
     def _prepare(self) -> tuple[bool, Settings]:
         self._synchronizer.attach_gradients()
         load, self._should_load_parameters = self._should_load_parameters, False
-        before, self._settings = self._settings, Settings.of(self._synchronizer.master_model)
-        return load, self._settings.since(before)
+        before = self._settings
+        self._settings = Settings.from_module(self._synchronizer.master_model)
+        return load, self._settings.changes_since(before)
 
     def compute_grads(self) -> tuple[float, int]:
         """Call `step`; CALM's manager has this name for it."""

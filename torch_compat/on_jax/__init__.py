@@ -4,7 +4,7 @@ Only this part of `torch_compat` needs jax, jaxslowmo and torchax (extra `torcha
 """
 
 from . import tracing as tracing  # first: its error names missing packages
-from ._apply import as_apply as as_apply
 from ._load import load_arrays as load_arrays
 from ._load import load_back as load_back
+from ._loss import as_apply as as_apply
 from ._loss import as_loss as as_loss

@@ -75,6 +75,6 @@ def plain_tree(out: Any, where: str) -> Any:
         names = [field.name for field in fields(out)]
         return {name: plain_tree(getattr(out, name), f"{where}.{name}") for name in names}
     raise ValueError(
-        f"{where} is a {type(out).__name__}, of which jax returns none: tensors, numbers and None, "
-        "in dicts, lists, tuples and dataclasses, are possible."
+        f"{where} must be tensors and numbers, in dicts, lists, tuples or dataclasses, got a "
+        f"{type(out).__name__}."
     )

@@ -10,9 +10,9 @@ from jax.sharding import NamedSharding
 import jaxslowmo as js
 from jaxslowmo.algorithms import shares_of_gossip
 
-from ..memory import separate
+from ..tensors import separate
 from ._arrays import jax_dtype, to_torch
-from ._checks import check_module
+from ._functional import check_module
 
 
 def load_back(module: torch.nn.Module, state: js.TrainState, step: Any = None) -> None:
@@ -50,8 +50,8 @@ def _mesh_of(state: js.TrainState) -> dict[str, Any]:
     sharding = getattr(next(iter(jax.tree.leaves(state.params)), None), "sharding", None)
     if not isinstance(sharding, NamedSharding) or not sharding.spec or sharding.spec[0] is None:
         raise ValueError(
-            "load_back: `state` must have its replicas along an axis of a mesh, as a step leaves "
-            f"them, got parameters on {sharding}; pass `step`, or one copy to load_arrays."
+            "load_back: `state` must have its replicas along an axis of a mesh, got parameters on "
+            f"{sharding}: pass `step`, or one copy to load_arrays."
         )
     return {"mesh": sharding.mesh, "axis_name": sharding.spec[0]}
 

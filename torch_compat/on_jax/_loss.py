@@ -1,4 +1,4 @@
-"""A torch module and its loss as a loss function of jax."""
+"""A torch module, its forward pass and its loss, as functions of jax."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,42 @@ import torch
 
 from jaxslowmo.transform import LossProgram
 
+from ._arrays import plain_tree
 from ._functional import Arrays, Functional
+
+
+def as_apply(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return the forward pass of a torch module, to evaluate what `on_jax.as_loss` trains.
+
+        predict = jax.jit(on_jax.as_apply(module.eval()))
+        logits = predict(params, model_state, x)
+
+    Args:
+      module: module like that of `on_jax.as_loss`, in the mode, `train()` or `eval()`, to evaluate.
+
+    Returns:
+      A function `apply(params, model_state, *args, rng=None, **kwargs)` that returns, as arrays,
+        the result of `module(*args, **kwargs)` with these arrays, one copy of each. Dataclasses
+        become dicts. Changes of buffers are dropped.
+
+    Raises:
+      ValueError: the errors of `as_loss`; when traced, results of other types, and numbers among
+        the module's attributes that have changed since the first trace. A program that `jax.jit`
+        has compiled is not checked again, and keeps the numbers that it was traced with.
+    """
+    functional = Functional("as_apply", module)
+
+    def apply(
+        params: Arrays, model_state: Arrays, *args: Any, rng: jax.Array | None = None, **kwargs: Any
+    ) -> Any:
+        def run(module: torch.nn.Module, given: Any) -> Any:
+            torch_args, torch_kwargs = given
+            return plain_tree(module(*torch_args, **torch_kwargs), "as_apply: the result")
+
+        return functional.call(run, params, model_state, rng, (args, kwargs))[0]
+
+    return apply
+
 
 TorchLoss = Callable[[torch.nn.Module, Any], Any]
 LossFn = Callable[..., tuple[jax.Array, tuple[dict[str, Any], Arrays]]]
@@ -76,24 +111,20 @@ class _LossOfModule(LossProgram):
         """Compute the loss, the metrics and the model state of a batch."""
 
         def run(module: torch.nn.Module, batch: Any) -> Any:
-            return _checked(self._loss(module, batch))
+            return _loss_and_metrics(self._loss(module, batch))
 
         (value, metrics), after = self._functional.call(run, params, model_state or {}, rng, batch)
         return value, (metrics, after)
 
 
-def _checked(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
+def _loss_and_metrics(out: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     """Return the loss and the metrics of a torch function; check their types."""
     value, metrics = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
-    if not isinstance(value, torch.Tensor):
+    is_tensor = isinstance(value, torch.Tensor)
+    if not is_tensor or value.shape != () or not value.is_floating_point():
         raise ValueError(
-            "as_loss: `loss(module, batch)` must return a scalar tensor or (scalar tensor, metrics "
-            f"dict), got {_kind(out)}."
-        )
-    if value.shape != () or not value.is_floating_point():
-        raise ValueError(
-            "as_loss: the loss must be a scalar of a floating dtype, the mean over the batch, got "
-            f"{_kind(value)}."
+            "as_loss: `loss(module, batch)` must return a floating scalar tensor, or (scalar "
+            f"tensor, metrics dict), got {_kind(out)}."
         )
     if not isinstance(metrics, dict):
         raise ValueError(f"as_loss: metrics must be a dict of scalars, got {_kind(metrics)}.")

@@ -41,7 +41,7 @@ class BackwardHooks:
         """Let backward passes that reach `params` end with a call of `owner`."""
         reference = ref(owner)
 
-        def reached(param: torch.Tensor) -> None:
+        def on_gradient(param: torch.Tensor) -> None:
             if (net := reference()) is not None:
                 self._has_reached = True
                 self._queue(net, param.device)
@@ -50,7 +50,7 @@ class BackwardHooks:
             known = self._hooked.get(id(param))
             is_new = known is None or known() is not param
             if param.requires_grad and param.is_leaf and is_new:
-                handle = param.register_post_accumulate_grad_hook(reached)
+                handle = param.register_post_accumulate_grad_hook(on_gradient)
                 self._hooked[id(param)] = ref(param)
                 finalize(owner, handle.remove)
 
@@ -67,7 +67,7 @@ class BackwardHooks:
             self._forget()  # a failed one leaves something behind
         reference = ref(owner)
 
-        def begun(gradient: torch.Tensor) -> None:
+        def on_output_gradient(gradient: torch.Tensor) -> None:
             del gradient
             if (net := reference()) is not None:
                 if not self._seen:
@@ -78,7 +78,7 @@ class BackwardHooks:
         for tensor in tree_leaves(output):
             # A leaf is a parameter that the module returns; it would collect a hook in each pass.
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(begun)
+                tensor.register_hook(on_output_gradient)
 
     def _queue(self, owner: Any, device: torch.device) -> None:
         if self._is_queued:

@@ -12,14 +12,13 @@ Processes whose programs differ wait for each other for ever. So:
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from ._flat import by_dtype
 from ._graphs import Writes, device_data, launch, own_graph, write_between_passes
 from ._places import Places
-from .backends import Backend, Exchange, Kind
+from .backends import Backend, Exchange, Kind, Peers
 
 
 class Collectives:
@@ -30,7 +29,7 @@ class Collectives:
 
     def __init__(self, places: Places, backend: Backend) -> None:
         self.places = places
-        self._backend = backend
+        self.backend = backend
         self._masks: dict[tuple[bool, torch.device], torch.Tensor] = {}
         self.num_updates = 0
         self.forget_absent()
@@ -62,10 +61,9 @@ class Collectives:
         helpless = [rank for rank, updates in absent.items() if updates < 0]
         if helpless:
             raise ValueError(
-                "In join() every process must have called perform_slowmo(optimizer) or "
-                "_init_global_momentum_buffers(optimizer) before its data ends, since slow "
-                "momentum, and nodes of several processes, need its optimizer; process "
-                f"{', '.join(map(str, sorted(helpless)))} of {self.places.world_size} has not."
+                "In join() every process must have called perform_slowmo(optimizer) before its "
+                f"data ends; process {', '.join(map(str, sorted(helpless)))} of "
+                f"{self.places.world_size} has not."
             )
         self.absent = absent
 
@@ -84,7 +82,7 @@ class Collectives:
         else:
             before = self.absent.get(self.places.rank, self.num_updates)
             header = Exchange(Kind.NO_DATA, before if can_step else -1, self.num_updates)
-        return self._backend.meet(header, torch.device("cpu"))
+        return self.backend.meet(header, torch.device("cpu"))
 
     @property
     def first(self) -> int:
@@ -141,26 +139,20 @@ class Collectives:
         elif self.places.world_size > 1:
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
             exchange = Exchange(kind, num_bytes, self.num_updates)
-            self._backend.meet(exchange, device, *self._peers(kind, edges))
+            self.backend.meet(exchange, device, self._peers(kind, edges))
         with own_graph(device) as writes:
             yield writes
 
-    def may_read(self) -> bool:
-        """Return whether values may be copied to the host now."""
-        return self._backend.may_read()
-
-    def _peers(
-        self, kind: Kind, edges: Iterable[tuple[int, int]] | None
-    ) -> tuple[list[int], list[int]] | tuple[None, None]:
+    def _peers(self, kind: Kind, edges: Iterable[tuple[int, int]] | None) -> Peers | None:
         """Return the ranks to send to, and the ranks to receive from; None for all."""
         places = self.places
         if self.absent:  # processes without data learn from the headers what is exchanged
-            return None, None
+            return None
         node = [rank for rank in places.node_groups[places.node] if rank != places.rank]
         if kind == Kind.GRADIENTS:
             return node, node
         if edges is None:
-            return None, None
+            return None
         pairs = [(places.masters[i], places.masters[k]) for i, k in edges]
         targets = {target for source, target in pairs if source == places.rank}
         sources = {source for source, target in pairs if target == places.rank}
@@ -186,7 +178,7 @@ class Collectives:
         counts = self.places.node in self._counted_nodes
         if self.places.nprocs_per_node == 1 and len(self._counted_nodes) == self.places.num_nodes:
             return list(tensors)
-        return self._masked(tensors, self.places.is_master and counts)
+        return self._zero_unless(self.places.is_master and counts, tensors)
 
     def only_of(
         self, rank: int, tensors: Sequence[torch.Tensor], device: torch.device
@@ -197,16 +189,24 @@ class Collectives:
         """
         numbers = [tensor.detach().to(device) for tensor in tensors]
         numbers = [t.to(torch.int32) if t.dtype == torch.bool else t for t in numbers]
-        return self._masked(numbers, self.places.rank == rank)
+        return self._zero_unless(self.places.rank == rank, numbers)
 
     # Collectives.
 
-    def total(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return sums over all processes; `tensors` may be overwritten.
+    def total(
+        self, tensors: Sequence[torch.Tensor], groups: list[list[int]] | None = None
+    ) -> list[torch.Tensor]:
+        """Return sums over all processes, or those of each group; `tensors` may be overwritten.
 
-        Communication: one all-reduce over all processes, of the bytes of `tensors`.
+        Communication: one all-reduce over all processes, or in each group, of the bytes of
+          `tensors`.
         """
-        return self._sum(list(tensors))
+        if self.places.world_size == 1:
+            return list(tensors)
+        sums = {id(tensor): tensor for tensor in tensors}  # empty tensors stay as they are
+        for same in by_dtype(tensors):
+            sums |= dict(zip(map(id, same), self.backend.all_reduce(same, groups), strict=True))
+        return [sums[id(tensor)] for tensor in tensors]
 
     def total_in_node(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return sums over the processes of this node; `tensors` may be overwritten.
@@ -216,7 +216,7 @@ class Collectives:
         """
         if self.places.nprocs_per_node == 1:
             return list(tensors)
-        return self._sum(list(tensors), self.places.node_groups)
+        return self.total(tensors, self.places.node_groups)
 
     def scatter_mean(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this process' part (n,) of the mean of `flat` (world_size * n,) over processes.
@@ -230,7 +230,7 @@ class Collectives:
         if len(nodes) < self.places.num_nodes:
             world = len(nodes) * self.places.nprocs_per_node
             flat = flat if self.places.node in nodes else torch.zeros_like(flat)
-        return self._backend.reduce_scatter(flat / world)
+        return self.backend.reduce_scatter(flat / world)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """Return the parts (n,) of all processes in order of rank, (world_size * n,).
@@ -239,7 +239,7 @@ class Collectives:
         """
         if self.places.world_size == 1:
             return part
-        return self._backend.all_gather(part)
+        return self.backend.all_gather(part)
 
     def permute(self, value: torch.Tensor, edges: Sequence[tuple[int, int]]) -> torch.Tensor:
         """Return the value of the master that sends to this one by `edges` of nodes, or 0.
@@ -247,27 +247,11 @@ class Collectives:
         Communication: one collective-permute, of the bytes of `value`.
         """
         masters = self.places.masters
-        return self._backend.permute(value, [(masters[i], masters[k]) for i, k in edges])
+        return self.backend.permute(value, [(masters[i], masters[k]) for i, k in edges])
 
-    def of_first_of_node(self, value: Any) -> Any:
-        """Return `value`, of any type, from the process of this node that had data for longest.
-
-        Communication: one broadcast inside the node.
-        """
-        return self._backend.from_rank_of_node(value, self.first_of_node)
-
-    def _sum(
-        self, tensors: list[torch.Tensor], groups: list[list[int]] | None = None
+    def _zero_unless(
+        self, contributes: bool, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        if self.places.world_size == 1:
-            return tensors
-        sums = {id(tensor): tensor for tensor in tensors}  # empty tensors stay as they are
-        for same in by_dtype(tensors):
-            new = self._backend.all_reduce(same, groups)
-            sums |= dict(zip(map(id, same), new, strict=True))
-        return [sums[id(tensor)] for tensor in tensors]
-
-    def _masked(self, tensors: Sequence[torch.Tensor], contributes: bool) -> list[torch.Tensor]:
         """Return `tensors`, or zeros if this process does not contribute; 0 * NaN would be NaN."""
         if not tensors:
             return []
@@ -345,7 +329,7 @@ def average_gradients(
         *means, numbers = collectives.total_in_node(shares)
     if not all(present):
         totals = [1.0] * len(trained)
-        if collectives.may_read():
+        if collectives.backend.may_read():
             totals, dims = numbers.cpu().abs().reshape(2, -1).tolist()
             for i, total in enumerate(totals):
                 if total and not present[i]:  # take the layout of the others' gradients

@@ -77,7 +77,9 @@ def driving(device: torch.device) -> Iterator[None]:
     if device.type != "xla":
         yield
         return
-    previous = _runtime().bound()
+    import torch_xla
+
+    previous = torch_xla.device()
     _runtime().bind(device)
     try:
         yield

@@ -1,36 +1,28 @@
 """Checks of the constructor's arguments, and warnings for arguments without effect."""
 
+import inspect
 import logging
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from ..checks import as_count, is_finite
 from ._places import Places
-from .backends import Backend, choose
+from .backends import Backend
 
 LOG = logging.getLogger("torch_compat.slowmo")
-_OVERLAP = (
-    "`overlap`=True is not available (FairScale's is disabled as well): the exchange would have to "
-    "run during the next step, and here one follows the other. In JAX, "
-    "jaxslowmo.sgp(..., overlap=1) does it."
-)
-# The arguments of DistributedDataParallel beside those of this class: what means nothing here, and
-# what to do in place of others.
-_MEANINGLESS = (
-    *("device_ids", "output_device", "dim", "bucket_cap_mb", "bucket_cap_mb_list"),
-    *("find_unused_parameters", "check_reduction", "gradient_as_bucket_view", "batched_grad_copy"),
-    *("static_graph", "skip_all_reduce_unused_params"),
-)
+# Arguments of DistributedDataParallel that are refused, and what to do; others mean nothing here.
 _INSTEAD = {
     "process_group": "pass `global_group`, the processes of the run",
     "device_mesh": "pass `global_group`, the processes of the run, and `nprocs_per_node`",
-    "init_sync": "pass `broadcast_parameters` or `check_start`",
     "forward_sync_buffers": "pass `broadcast_buffers`",
     "mixed_precision": "use torch.autocast, or a half-precision module with `fp32_params`",
     "delay_all_reduce_named_params": "parameters are exchanged in perform_slowmo()",
@@ -43,22 +35,6 @@ class SlowMoBaseAlgorithm(str, Enum):  # noqa: UP042  FairScale's prints its nam
 
     LOCALSGD = "localsgd"
     SGP = "sgp"
-
-    @classmethod
-    def of(cls, value: object) -> "SlowMoBaseAlgorithm":
-        """Return the member that `value`, a member or its string, names.
-
-        Raises:
-          ValueError: any other value.
-        """
-        try:
-            return cls(value)
-        except ValueError:
-            names = ", ".join(repr(member.value) for member in cls)
-            raise ValueError(
-                f"`slowmo_base_algorithm` must be a SlowMoBaseAlgorithm or one of {names}, got "
-                f"{value!r}."
-            ) from None
 
 
 def has_slow_momentum(options: Any) -> bool:
@@ -88,29 +64,27 @@ def settle(
       names.
     """
     module = options.module
-    if not isinstance(module, torch.nn.Module) or not any(True for _ in module.parameters()):
-        raise ValueError(f"`module` must be a torch.nn.Module with parameters, got {module!r}.")
+    check_has_parameters(module)
     lazy = [name for name, param in module.named_parameters() if is_lazy(param)]
     if lazy:
-        raise ValueError(
-            f"`module` must have initialised parameters, and {lazy[0]!r} is not: run a forward "
-            "pass of the module before it is wrapped."
-        )
+        raise ValueError(f"`module` must be called once before it is wrapped: {lazy[0]!r} is lazy.")
     if options.overlap:
-        raise ValueError(_OVERLAP)
+        raise ValueError(
+            "`overlap`=True is not available, as in FairScale; in JAX jaxslowmo.sgp has it."
+        )
     _check_ddp(options.ddp)
     _check_numbers(options)
-    base = SlowMoBaseAlgorithm.of(options.slowmo_base_algorithm)
+    base = SlowMoBaseAlgorithm(options.slowmo_base_algorithm)
     is_averaged = base == SlowMoBaseAlgorithm.LOCALSGD or has_slow_momentum(options)
     _check_buffers(options.broadcast_buffers, is_averaged=is_averaged)
     groups = ("global_group", "local_node_group", "comm_device")
-    backend = choose(options.backend, module, {name: getattr(options, name) for name in groups})
+    backend = choose_backend(module, **{name: getattr(options, name) for name in groups})
     rank, world, size = backend.rank, backend.world_size, options.nprocs_per_node
     for name, actual in (("process_rank", rank), ("process_world_size", world)):
         if getattr(options, name) not in (None, actual):
             raise ValueError(
-                f"`{name}` comes from {backend.name}, where it is {actual}; leave it None or pass "
-                f"that, got {getattr(options, name)!r}."
+                f"`{name}` must be None or that of {backend.name}, {actual}, got "
+                f"{getattr(options, name)!r}."
             )
     places = Places(rank, world, size)
     if 1 < size < world:
@@ -122,20 +96,53 @@ def settle(
         _mention("SlowMoDistributedDataParallel: there is one process, so nothing is exchanged.")
     if size > 1 and places.num_nodes == 1:
         _mention(
-            f"`nprocs_per_node`={size} makes one node of all processes: LocalSGD and SGP are off, "
-            "since averaging gradients inside the node does all."
+            f"`nprocs_per_node`={size} makes one node of all processes, whose gradients are "
+            "averaged: LocalSGD and SGP are off."
         )
-        if has_slow_momentum(options):
-            _mention("SlowMo is used without LocalSGD and SGP.")
         return places, backend, None
     slow, local = options.slowmo_frequency, options.localsgd_frequency
     if has_slow_momentum(options) and base == SlowMoBaseAlgorithm.LOCALSGD and slow % local:
         _mention(
-            f"`slowmo_frequency`={slow} is not a multiple of `localsgd_frequency`={local}: "
-            "parameters are averaged more often than needed, or slow steps start from parameters "
-            "that are not averaged."
+            f"`slowmo_frequency`={slow} is not a multiple of `localsgd_frequency`={local}: slow "
+            "steps and averages fall in different steps."
         )
     return places, backend, base
+
+
+def check_has_parameters(module: Any) -> None:
+    """Raise `ValueError` unless `module` is one with parameters."""
+    if not isinstance(module, torch.nn.Module) or not any(True for _ in module.parameters()):
+        raise ValueError(f"`module` must be a torch.nn.Module with parameters, got {module!r}.")
+
+
+def choose_backend(module: torch.nn.Module, **groups: Any) -> Backend:
+    """Return the connection to the other processes.
+
+    It is torch_xla for a module on an XLA device; otherwise `torch.distributed` if its default
+    process group is initialised and not torch_xla's own; otherwise torch_xla.
+
+    Args:
+      module: module to exchange.
+      **groups: arguments of the constructor that only `torch.distributed` uses.
+
+    Raises:
+      ValueError: groups that `DistributedBackend` refuses.
+      RuntimeError: neither torch_xla nor an initialised `torch.distributed`.
+    """
+    on_xla = any(param.device.type == "xla" for param in module.parameters())
+    is_ready = dist.is_available() and dist.is_initialized() and dist.get_backend() != "xla"
+    if is_ready and not on_xla:
+        from .backends._distributed import DistributedBackend
+
+        return DistributedBackend(**groups)
+    if find_spec("torch_xla") is None:
+        raise RuntimeError(
+            "There is neither torch_xla nor an initialised torch.distributed: call "
+            "torch.distributed.init_process_group() first."
+        )
+    from .backends._xla import XlaBackend
+
+    return XlaBackend()
 
 
 def _check_numbers(options: Any) -> None:
@@ -150,19 +157,12 @@ def _check_numbers(options: Any) -> None:
 
 
 def _check_ddp(arguments: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for arguments of DistributedDataParallel that cannot be followed here.
-
-    Raises:
-      TypeError: an argument that neither class has.
-    """
-    for name, value in arguments.items():
-        if name in _INSTEAD and value is not None:
-            raise ValueError(
-                f"`{name}` of DistributedDataParallel is not available, got {value!r}: "
-                f"{_INSTEAD[name]}."
-            )
-        if name not in (*_INSTEAD, *_MEANINGLESS):
-            raise TypeError(f"SlowMoDistributedDataParallel has no argument {name!r}.")
+    """Raise `ValueError` for arguments of DistributedDataParallel that cannot be followed here."""
+    # An argument that neither class has is Python's `TypeError`.
+    inspect.signature(DistributedDataParallel).bind(None, **arguments)
+    for name, instead in _INSTEAD.items():
+        if arguments.get(name) is not None:
+            raise ValueError(f"`{name}` must be None, got {arguments[name]!r}: {instead}.")
 
 
 def _check_buffers(mode: object, *, is_averaged: bool) -> None:
@@ -175,9 +175,8 @@ def _check_buffers(mode: object, *, is_averaged: bool) -> None:
         raise ValueError(f'`broadcast_buffers` must be True, False or "average", got {mode!r}.')
     if mode == "average" and not is_averaged:
         raise ValueError(
-            '`broadcast_buffers`="average" averages buffers in slow steps or with LocalSGD, and '
-            "SGP without slow momentum (slowmo_momentum=0 and slowmo_lr=1) has neither: turn slow "
-            "momentum on, or pass True or False."
+            '`broadcast_buffers`="average" needs slow momentum or LocalSGD, in whose steps buffers '
+            "are averaged: turn one on, or pass True or False."
         )
 
 
@@ -185,17 +184,12 @@ def _mention_unused(
     options: Any, defaults: Mapping[str, Any], places: Places, backend: Backend
 ) -> None:
     """Warn once with the names of arguments that have no effect here but are not defaults."""
-    names, reason = backend.unused
+    names = backend.unused
     if options.slowmo_memory_efficient and options.slowmo_num_shards < places.world_size:
         names = (*names, "slowmo_num_shards")
     unused = [f"`{name}`" for name in names if getattr(options, name) is not defaults[name]]
     if unused:
-        _mention(
-            f"SlowMoDistributedDataParallel: {', '.join(unused)} without effect over "
-            f"{backend.name}: {reason}, gossip is part of the step, and slow momentum is sharded "
-            "over all processes.",
-            stacklevel=5,
-        )
+        _mention(f"{', '.join(unused)} without effect over {backend.name}.", stacklevel=5)
 
 
 def _mention(message: str, stacklevel: int = 4) -> None:

@@ -42,9 +42,8 @@ class Places:
         inside, whole = all(n % size == 0 for n in sizes), all(size % n == 0 for n in sizes)
         if not (inside or (whole and len(set(sizes)) == 1)):
             raise ValueError(
-                "`nprocs_per_node` must divide the number of processes on every host, or be a "
-                f"multiple of it; {size} with hosts of {', '.join(map(str, sizes))} processes "
-                "would split one host over two nodes."
+                f"`nprocs_per_node` must not split a host over nodes, got {size} with hosts of "
+                f"{', '.join(map(str, sizes))} processes."
             )
 
     def _by_host(self) -> dict[Hashable, list[int]]:

@@ -6,14 +6,13 @@ import torch
 
 from ._collectives import Collectives, average_gradients
 from ._flat import times
-from ._gossip import GossipPlan
+from ._gossip import Averaging, GossipPlan, PushSum
 from ._graphs import own_graph
-from ._half import may_change
+from ._parameters import Groups, may_change
 from ._places import Places
-from ._push_sum import Averaging, PushSum
+from ._slow_momentum import SlowMomentum, SlowSteps
 from ._start import check_equal
 from .backends import Backend, Kind
-from .slow_momentum import Groups, SlowMomentum, SlowSteps
 
 
 class Replica:
@@ -28,7 +27,6 @@ class Replica:
       plan: plan of the exchanges with peers.
       is_sgp: whether the base algorithm is SGP.
       is_sharded: whether slow momentum is sharded over all processes.
-      is_bounded: whether the carried velocity is bounded when learning rates grow again.
       averages_buffers: whether floating buffers become their mean instead of rank 0's.
 
     Attributes:
@@ -48,23 +46,20 @@ class Replica:
         *,
         is_sgp: bool,
         is_sharded: bool,
-        is_bounded: bool,
         averages_buffers: bool,
     ) -> None:
         self.places = places
         self.collectives = Collectives(places, backend)
         self.push_sum = PushSum(is_sgp, plan.weight_moves)
         self.averaging = Averaging(self.collectives, plan, self.push_sum)
-        self.slow = SlowSteps(
-            self.collectives, self.push_sum, is_sharded=is_sharded, is_bounded=is_bounded
-        )
+        self.slow = SlowSteps(self.collectives, self.push_sum, is_sharded=is_sharded)
         self._averages_buffers = averages_buffers
         self.names: frozenset[str] = frozenset()
         self._compared: frozenset[str] | None = None
 
     # Before and after the module.
 
-    def exchanged(
+    def exchanged_params(
         self, named: Mapping[str, torch.nn.Parameter], *, notices: bool = True
     ) -> dict[str, torch.nn.Parameter]:
         """Return those of the module's parameters that are exchanged, by name, in their order.
@@ -153,7 +148,9 @@ class Replica:
         if self.places.nprocs_per_node > 1:
             local = [optimizer.state_dict() for optimizer in optimizers]
             with self.collectives.graph(device, Kind.OPTIMIZER, []):
-                states = self.collectives.of_first_of_node([state["state"] for state in local])
+                states = self.collectives.backend.from_rank_of_node(
+                    [state["state"] for state in local], self.collectives.first_of_node
+                )
             for optimizer, own, state in zip(optimizers, local, states, strict=False):
                 optimizer.load_state_dict({**own, "state": state})
 
@@ -179,7 +176,7 @@ class Replica:
 
     # The parts of a step.
 
-    def averaged(self, buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def averaged_buffers(self, buffers: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return the `buffers` that are averaged; the others keep this process' values."""
         if not self._averages_buffers:
             return []
@@ -212,7 +209,7 @@ class Replica:
             tensors = [*push_sum.numerators([*params.values()]), *slow.values(), push_sum.weight]
             shares = collectives.only_masters(collectives.shares(tensors))
             sent = collectives.only_of(collectives.first, buffers, device)
-            averaged = self.averaged(buffers)
+            averaged = self.averaged_buffers(buffers)
             shares_of_all = collectives.shares_of_all(averaged, device)
             parts = dict(zip(map(id, averaged), shares_of_all, strict=True))
             sent = [parts.get(id(b), value) for b, value in zip(buffers, sent, strict=True)]

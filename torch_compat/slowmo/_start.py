@@ -8,13 +8,12 @@ import torch
 
 from ._collectives import Collectives, broadcast
 from ._graphs import device_data, launch
+from ._options import check_has_parameters, choose_backend
 from ._places import Places
-from .backends import Kind, choose
+from .backends import Kind
 
 
-def broadcast_parameters(
-    module: torch.nn.Module, *, global_group: Any = None, backend: str | None = None
-) -> None:
+def broadcast_parameters(module: torch.nn.Module, *, global_group: Any = None) -> None:
     """Give all processes rank 0's parameters and buffers; call it in all of them.
 
     It does what torch_xla's `xm.broadcast_master_param` does, which aborts several CPU devices.
@@ -22,19 +21,17 @@ def broadcast_parameters(
     Args:
       module: module on the device of this process; shapes and dtypes are equal in all processes.
       global_group: process group of `torch.distributed` with the processes; None for all.
-      backend: name of the backend, see `SlowMoDistributedDataParallel`.
 
     Raises:
-      ValueError: a module without parameters, or on several devices; an unknown backend.
+      ValueError: a module without parameters, or on several devices.
       RuntimeError: neither torch_xla nor an initialised `torch.distributed`.
       PeerLostError: another process has ended.
 
     Communication: one all-reduce of the bytes of parameters and buffers per dtype; nothing with one
       process.
     """
-    if not isinstance(module, torch.nn.Module) or not any(True for _ in module.parameters()):
-        raise ValueError(f"`module` must be a torch.nn.Module with parameters, got {module!r}.")
-    connection = choose(backend, module, {"global_group": global_group})
+    check_has_parameters(module)
+    connection = choose_backend(module, global_group=global_group)
     device = connection.device_of(module)
     tensors = [t for t in (*module.parameters(), *module.buffers()) if t.numel()]
     collectives = Collectives(Places(connection.rank, connection.world_size), connection)
@@ -72,7 +69,7 @@ def check_equal(
         text = f"{name} {tuple(param.shape)} {name in chosen}"
         prints.append(crc32(text.encode(), checksum(param) if values else 0))
     summary = [crc32(str(prints).encode()), len(params)]
-    totals = _gathered(summary, collectives, device)
+    totals = _all_gather(summary, collectives, device)
     unequal = [rank for rank, total in enumerate(totals) if not torch.equal(total, totals[0])]
     if not unequal:
         return
@@ -83,9 +80,8 @@ def check_equal(
     lists = f"processes {', '.join(map(str, unequal))} of {len(totals)} do not have ({which})"
     if values:
         raise ValueError(
-            f"`module` must start with equal parameters in all processes, which {lists}. Load the "
-            "same, seed alike before the module is made, or pass broadcast_parameters=True; with "
-            "check_start=False they may differ."
+            f"`module` must start with equal parameters in all processes, which {lists}: call "
+            "broadcast_parameters(module) first, or pass init_sync=False."
         )
     raise ValueError(
         "`module` must train the same parameters in all processes (their names, shapes, "
@@ -117,11 +113,11 @@ def checksum(tensor: torch.Tensor) -> int:
 def _unequal(
     names: Collection[str], numbers: list[int], collectives: Collectives, device: torch.device
 ) -> list[str]:
-    rows = _gathered(numbers, collectives, device)
+    rows = _all_gather(numbers, collectives, device)
     return [name for name, row in zip(names, rows.T, strict=True) if (row != row[0]).any()]
 
 
-def _gathered(numbers: list[int], collectives: Collectives, device: torch.device) -> torch.Tensor:
+def _all_gather(numbers: list[int], collectives: Collectives, device: torch.device) -> torch.Tensor:
     """Return `numbers` of every process, (world_size, len(numbers))."""
     value = device_data(numbers, torch.int64, device)
     with collectives.graph(device, Kind.START, [value]):

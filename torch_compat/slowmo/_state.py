@@ -7,8 +7,8 @@ import torch
 
 from ._places import Places
 from ._replica import Replica, is_continuous
+from ._slow_momentum import Rates, SlowMomentum, SlowSteps
 from ._start import unequal
-from .slow_momentum import Rates, SlowMomentum, SlowSteps
 
 # Names of FairScale; all other entries have `_PREFIX`. All values are tensors.
 _FAIRSCALE = ("ps_weight", "is_sgp_ps_numerator")
@@ -40,19 +40,18 @@ def entries_of(replica: Replica) -> dict[str, torch.Tensor]:
         entries["exchanged"] = _text(sorted(replica.names))
     slow = replica.slow.momentum
     if slow is not None:
-        rates = (slow.rates.last, slow.rates.made_at, slow.rates.since)
-        rates = [torch.tensor(value, dtype=torch.float64) for value in rates]
+        rates = [torch.tensor(value, dtype=torch.float64) for value in vars(slow.rates).values()]
         entries |= {"names": _text(slow.span.names), **dict(zip(_RATES, rates, strict=True))}
         entries |= {"anchor": slow.anchor, "velocity": slow.velocity}
     entries |= {_INITIAL + name: value for name, value in replica.slow.initial.items()}
-    named = {_PREFIX + key: _tensor(value) for key, value in entries.items()}
+    named = {_PREFIX + key: torch.as_tensor(value).detach() for key, value in entries.items()}
     if replica.push_sum.is_on:
         named["ps_weight"] = replica.push_sum.weight
         named["is_sgp_ps_numerator"] = torch.tensor(replica.push_sum.is_numerator)
     return named
 
 
-def consolidated(
+def consolidate(
     state_dict: Mapping[str, Any],
     module: torch.nn.Module,
     replica: Replica,
@@ -72,7 +71,7 @@ def consolidated(
     Communication: that of `unequal` for frozen parameters, and that of `Replica.whole`.
     """
     params = dict(module.named_parameters())
-    exchanged = replica.exchanged(params)
+    exchanged = replica.exchanged_params(params)
     frozen = {name: param for name, param in params.items() if name not in exchanged}
     # forward() may write to frozen parameters, such as those of a target network.
     written = unequal(frozen, replica.collectives, device)
@@ -140,8 +139,8 @@ def take(
     weight_differs = push_sum.is_on and abs(float(weight) - 1) > _WEIGHT_TOLERANCE
     if weight_differs and not push_sum.moves:
         raise ValueError(
-            f"`state_dict` holds a push-sum weight of {float(weight):.6g}, but with this `graph` "
-            "and `mixing` weights are always 1; it belongs to others."
+            f"`state_dict` must have a push-sum weight of 1 with this `graph` and `mixing`, got "
+            f"{float(weight):.6g}."
         )
     initial = {
         name.removeprefix(_INITIAL): _copy(value)
@@ -169,21 +168,15 @@ def take(
 
 
 def _check_place(entries: Mapping[str, Any], places: Places) -> None:
-    """Raise `ValueError` if the dict says that another rank saved it.
-
-    Raises:
-      ValueError: it is another's.
-    """
+    """Raise `ValueError` if the dict says that another rank saved it."""
     if "rank" not in entries:
         return
     saved = int(entries["rank"]), int(entries["world_size"])
     current = places.rank, places.world_size
     if saved != current:
         raise ValueError(
-            f"`state_dict` was saved by rank {saved[0]} of {saved[1]} processes and holds that "
-            f"rank's part of the state; this is rank {current[0]} of {current[1]}. Load the dict "
-            "that this rank saved, or one that consolidated_state_dict() made, which fits every "
-            "rank."
+            f"`state_dict` is that of rank {saved[0]} of {saved[1]}; this is rank {current[0]} of "
+            f"{current[1]}: load its own, or one of consolidated_state_dict()."
         )
 
 
@@ -203,10 +196,8 @@ def _read_momentum(
         anchor, velocity = entries["anchor"], entries["velocity"]
         if anchor.numel() != span.length:
             raise ValueError(
-                f"`state_dict` holds {anchor.numel()} elements of slow momentum, but with "
-                f"`slowmo_memory_efficient`={slow.is_sharded} this wrapper keeps "
-                f"{span.length}; build it with the value that the saved one had, or load a dict "
-                "that consolidated_state_dict() made."
+                f"`state_dict` must hold {span.length} elements of slow momentum with "
+                f"`slowmo_memory_efficient`={slow.is_sharded}, got {anchor.numel()}."
             )
     else:
         anchor, velocity = (span.part([entries["whole_" + k]]) for k in ("anchor", "velocity"))
@@ -224,10 +215,6 @@ def _text(names: Iterable[str]) -> torch.Tensor:
 
 def _names(text: torch.Tensor | None) -> list[str]:
     return [] if text is None else bytes(text.tolist()).decode().splitlines()
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    return value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value)
 
 
 class SavesReplica(torch.nn.Module):

@@ -13,17 +13,14 @@ from torch.distributed.algorithms.join import Joinable
 from ._backward import BackwardHooks
 from ._collectives import average_buffers, average_gradients, broadcast
 from ._gossip import plan_gossip
-from ._half import HALF, Masters, Parameters, may_change
+from ._interfaces import LikeDDP, NamesOfFairScale
 from ._options import LOG, SlowMoBaseAlgorithm, has_slow_momentum, settle, show_log
+from ._parameters import HALF, Groups, Masters, Parameters, may_change
 from ._replica import Replica
-from ._state import SavesReplica, consolidated
+from ._state import SavesReplica, consolidate
 from .backends import Kind
-from .interfaces import LikeDDP, NamesOfFairScale
-from .slow_momentum import Groups
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
 # By module; hooks hold no wrapper, so that modules can be copied and pickled.
 _WRAPPERS: weakref.WeakKeyDictionary[torch.nn.Module, Any] = weakref.WeakKeyDictionary()
 
@@ -118,18 +115,10 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
       local_node_group: the process group of this node, None to make one.
       comm_device: device on which `torch.distributed` exchanges tensors, None for that of the
         parameters. These last four are without effect over torch_xla.
-      broadcast_parameters: give all processes rank 0's parameters and buffers before the first of
-        these: a forward pass in training mode, `perform_slowmo`, `_init_global_momentum_buffers`.
-      check_start: before the first forward pass in training mode compare the parameters of all
-        processes, unless the run resumes from a `state_dict`. False if they are meant to differ.
-      backend: "torch_xla" or "torch.distributed"; None takes torch_xla for a module on an XLA
-        device, otherwise `torch.distributed` if its default process group is initialised, otherwise
-        torch_xla.
-      bound_momentum: whether slow momentum is bounded when a learning rate falls and grows again:
-        the carried displacement is at most what the current rate would have made, as in
-        `js.slowmo`. Every `perform_slowmo` reads the rates, and waits for one that is a tensor on
-        an XLA device. False is FairScale's formula, which can diverge after a small rate.
-
+      init_sync: as in DistributedDataParallel, but parameters are compared, not sent: before the
+        first forward pass in training mode, unless the run resumes from a `state_dict` or is in a
+        graph that cannot be read. `torch_compat.broadcast_parameters(module)` makes them equal.
+        False if they are meant to differ.
       **ddp: keyword arguments of DistributedDataParallel that mean nothing here are taken, such as
         device_ids and find_unused_parameters; the error of another one names what to use instead.
 
@@ -164,10 +153,10 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
       of N). Gradients: one all-reduce of N inside the nodes per backward pass, with several
       processes per node. Buffers: one all-reduce of their bytes per forward pass in training mode;
       with "average" they are part of the all-reduce of the parameters if there is one, otherwise
-      they need another one. Once: an all-reduce of all parameters (broadcast_parameters), an
-      all-gather of the hosts (several processes per node). At the start, and when parameters are
-      frozen or unfrozen: an all-gather of 16 bytes per process, another one for slow momentum, and
-      two of N if it is sharded and has begun. Steps in which nothing is due trace and send nothing.
+      they need another one. Once: an all-gather of the hosts (several processes per node). At the
+      start, and when parameters are frozen or unfrozen: an all-gather of 16 bytes per process,
+      another one for slow momentum, and two of N if it is sharded and has begun. Steps in which
+      nothing is due trace and send nothing.
       Over gloo each of these begins with a header of 32 bytes (kind, bytes, updates, wrapper) from
       every process that takes part to each other one: in the node for gradients, along the edges of
       the graph and in the node for SGP, else to all. It takes one network latency, no round trip.
@@ -213,10 +202,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         local_node_group: Any = None,
         comm_device: Any = None,
         *,
-        broadcast_parameters: bool = False,
-        check_start: bool = True,
-        backend: str | None = None,
-        bound_momentum: bool = True,
+        init_sync: bool = True,
         **ddp: Any,
     ) -> None:
         options = SimpleNamespace(**locals())
@@ -253,7 +239,6 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             plan,
             is_sgp=self.sgp,
             is_sharded=slowmo_memory_efficient,
-            is_bounded=bound_momentum,
             averages_buffers=broadcast_buffers == "average",
         )
         for part in (*module.modules(), self):
@@ -263,7 +248,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         if self._replica.waits_for_backward:
             self._hooks.on_parameters(self, module.parameters())
         self._was_numerator = False
-        self._must_broadcast, self._must_check = broadcast_parameters, check_start
+        self._must_check = init_sync
         self._others: str | None = None
         self._master_names: list[str] = []
 
@@ -287,7 +272,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         # torch.func.functional_call puts other tensors in the place of parameters.
         named = dict(self.module.named_parameters())
         is_own = all(isinstance(param, torch.nn.Parameter) for param in named.values())
-        params = replica.exchanged(named, notices=self.training and is_own)
+        params = replica.exchanged_params(named, notices=self.training and is_own)
         trains = self.training and torch.is_grad_enabled() and is_own
         if trains:
             self._broadcasts_next = self._averages_gradients
@@ -308,16 +293,16 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         """True in training mode, outside of `no_sync`: gradients are averaged in the node."""
         return self.training and self._averages_gradients
 
-    def _exchanged(self) -> dict[str, torch.nn.Parameter]:
+    def _exchanged_params(self) -> dict[str, torch.nn.Parameter]:
         """Return the parameters that are exchanged, also in a backward pass before any forward."""
         named = dict(self.module.named_parameters())
-        return self._replica.exchanged(named, notices=self.training)
+        return self._replica.exchanged_params(named, notices=self.training)
 
     def _begin_backward(self) -> None:
         """Restore the estimates of the forward pass, if another backward pass came in between."""
         push_sum = self._replica.push_sum
         self._was_numerator = push_sum.is_numerator
-        push_sum.make_estimates([*self._exchanged().values()])
+        push_sum.make_estimates([*self._exchanged_params().values()])
 
     def _finish_backward(
         self, device: torch.device, *, averages: bool, reached_parameters: bool
@@ -325,12 +310,10 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         push_sum = self._replica.push_sum
         if push_sum.moves and push_sum.is_numerator:
             raise RuntimeError(
-                "With push-sum weights that move, each backward pass after the first one must go "
-                "through the output of forward(), where parameters become again what the forward "
-                "pass has seen: add an auxiliary loss to the other, and call backward() once, or "
-                "return it from forward()."
+                "With push-sum weights that move, backward passes after the first must go through "
+                "the output of forward(): add losses up, and call backward() once."
             )
-        params = [*self._exchanged().values()]
+        params = [*self._exchanged_params().values()]
         if averages and reached_parameters:
             average_gradients(params, self._replica.collectives, device)
         if reached_parameters or self._was_numerator:
@@ -365,23 +348,16 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self._open_round()
         if self._join_config.enable and fp32_params is not None:
             raise ValueError(
-                "`fp32_params` cannot be given inside of join(), since a process without data has "
-                "no masters of this step; end the data of all processes at the same step."
+                "`fp32_params` must be None inside of join(), where some processes have no masters."
             )
         replica = self._replica
         params = self._params_of_step(fp32_params)
         groups = self._groups(optimizer, params)
         self._check_covered(groups, params, others)
-        if (
-            self.num_updates == 0
-            and not params.masters
-            and any(p.dtype in HALF for p in params.tensors)
-        ):
-            warnings.warn(
-                "Set `fp32_params` in perform_slowmo() for half-precision parameters; accuracy is "
-                "lost without.",
-                stacklevel=3,  # torch.compiler.disable adds a call
-            )
+        lacks_masters = not params.masters and any(p.dtype in HALF for p in params.tensors)
+        if self.num_updates == 0 and lacks_masters:
+            text = "Set `fp32_params` in perform_slowmo(): half-precision parameters lose accuracy."
+            warnings.warn(text, stacklevel=3)  # torch.compiler.disable adds a call
         self._start(params.device, may_check=False)  # parameters differ after local steps
         if replica.collectives.absent:
             with replica.collectives.graph(params.device, Kind.STEP, []):
@@ -398,7 +374,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         )
         gossip = self.sgp and self.training and not exact and not average
         also_buffers = slow or not (self.sgp or update % self.localsgd_frequency)
-        buffers = replica.averaged(self.module.buffers()) if also_buffers else []
+        buffers = replica.averaged_buffers(self.module.buffers()) if also_buffers else []
         if replica.collectives.absent and (average or gossip or slow or buffers):
             replica.share_in_node(params.tensors, params.device, buffers)
         if average:
@@ -420,7 +396,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             "rank %d, step %d: average %r, gossip %r, slow step %r",
             *(self.process_rank, self.num_updates, average, gossip, slow),
         )
-        self.num_updates = update
+        replica.collectives.num_updates = update
         self._is_round_open = False
 
     def consolidated_state_dict(self, *, for_resuming: bool = False) -> dict[str, Any]:
@@ -447,7 +423,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         """
         self._open_round()
         state, device = self.state_dict(keep_vars=True), self._device()
-        return consolidated(state, self.module, self._replica, device, for_resuming=for_resuming)
+        return consolidate(state, self.module, self._replica, device, for_resuming=for_resuming)
 
     def _init_global_momentum_buffers(self, optimizer: Any, fp32_params: Any = None) -> None:
         """Anchor slow momentum at the current parameters, each process its own part.
@@ -472,7 +448,7 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
 
     def _params_of_step(self, fp32_params: Any) -> Parameters:
         named = dict(self.module.named_parameters())
-        exchanged = self._replica.exchanged(named)
+        exchanged = self._replica.exchanged_params(named)
         masters = None
         if fp32_params is not None:
             sizes = {name: param.numel() for name, param in named.items()}
@@ -494,24 +470,21 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self._others = "fairscale" if others else None
         if self.slowmo and groups.twice is not None:
             raise ValueError(
-                f"`optimizer` must hold each parameter once, but {groups.twice!r} is in two "
-                "groups: pass the optimizer whose learning rate slow momentum is to take."
+                f"`optimizer` must hold each parameter once, and {groups.twice!r} is in two groups."
             )
         held = {*groups.names}
         left = [n for n, p in params.by_name.items() if p.requires_grad and n not in held]
         if self.slowmo and left and not others:
             raise ValueError(
-                "`optimizer` must hold every parameter that requires a gradient, as slow steps "
-                f"bring no other together; it leaves out {', '.join(map(repr, left[:3]))}"
-                f"{', ...' if len(left) > 3 else ''} ({len(left)} of {len(params.by_name)}). Pass "
-                "a list of all optimizers (with `fp32_params` those of the masters), or "
-                'others="fairscale" to leave them as they are in each process.'
+                "`optimizer` must hold every parameter that requires a gradient; "
+                f"{len(left)} are missing, such as {left[0]!r}: pass a list of all optimizers, or "
+                'others="fairscale", with which slow steps leave them as they are.'
             )
 
     def _device(self) -> torch.device:
         """Return the device of this process, on which all parameters must be."""
         device = self._backend.device_of(self.module)
-        self._replica.push_sum.to(device)
+        self._replica.push_sum.move_to(device)
         return device
 
     def _broadcast_buffers(self, device: torch.device) -> None:
@@ -521,17 +494,11 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
             broadcast(buffers, self._replica.collectives, device)
 
     def _start(self, device: torch.device, *, may_check: bool = True, must: bool = False) -> None:
-        """Make the parameters of all processes equal once, and check that they are.
+        """Check once that the parameters of all processes are equal.
 
         Whether names are the same is checked whenever other parameters are exchanged than before.
         """
-        if self._must_broadcast:
-            everything = (*self.module.parameters(), *self.module.buffers())
-            tensors = [tensor for tensor in everything if tensor.numel()]
-            broadcast(tensors, self._replica.collectives, device, Kind.PARAMETERS)
-        values = self._must_check and may_check
         if self._backend.may_read():
+            values = self._must_check and may_check
             self._replica.compare(self.module, device, values=values, must=must)
-        elif values:
-            warnings.warn("check_start: values cannot be read in this graph.", stacklevel=5)
-        self._must_broadcast = self._must_check = False
+        self._must_check = False

@@ -8,8 +8,8 @@ import torch
 
 from support.refusals import Refusal
 from torch_compat import TPUManager
+from torch_compat.on_jax._mesh_program import MeshProgram
 from torch_compat.on_jax.device_process import open_devices
-from torch_compat.on_jax.device_process._mesh_program import MeshProgram
 
 
 def test_all_devices_or_as_many_as_there_are(monkeypatch):

@@ -5,13 +5,10 @@ import torch
 
 from torch_compat.examples import train_digits, train_slowmo, train_tpu_manager
 
-FOUR = ["--cpu-devices", "4"]
 # A program, its arguments, and what it says of them.
 LINES = [
     (train_digits, ["--target-accuracy", "101"], "--target-accuracy"),
-    (train_digits, ["--epochs", "0"], "--epochs: must be a whole number >= 1, got '0'"),
-    (train_digits, [*FOUR, "--nprocs-per-node", "3"], "--cpu-devices, 4, got 3"),
-    (train_digits, [*FOUR, "--train-samples", "100"], "128, got 100"),
+    (train_digits, ["--epochs", "0"], "--epochs: must be from 1 to inf, got '0'"),
     (train_slowmo, ["--cpu-devices", "65"], "--cpu-devices"),
     (train_slowmo, ["--slowmo-momentum", "1"], "--slowmo-momentum"),
     (train_slowmo, ["--base", "gossip"], "'gossip'"),
@@ -19,7 +16,6 @@ LINES = [
     (train_tpu_manager, ["--cpu-devices", "0"], "--cpu-devices"),
     (train_tpu_manager, ["--learning-rate", "nan"], "--learning-rate"),
     (train_tpu_manager, ["--seed", "-1"], "--seed"),
-    (train_tpu_manager, ["--width", "100", "--heads", "3"], "`width`"),
     (train_tpu_manager, ["--resume"], "--checkpoint"),
     (train_tpu_manager, ["--resume", "--checkpoint", "/nowhere/c.pt"], "/nowhere/c.pt"),
 ]

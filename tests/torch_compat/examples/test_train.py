@@ -12,14 +12,13 @@ from support.waiting import PATIENCE_SECONDS
 
 def test_two_replicas_read_digits():
     # 90 % is the target that the program itself asserts.
-    arguments = ["--cpu-devices", "2", "--target-accuracy", "90", "--epochs", "2", "--metrics"]
+    arguments = ["--cpu-devices", "2", "--target-accuracy", "90", "--epochs", "2"]
     with start("train_digits", *arguments, given=()) as process:
         output, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, output
     accuracies = [float(line.split()[-2]) for line in output.splitlines() if "accuracy" in line]
     assert len(accuracies) == 2, output
     assert accuracies[-1] >= 90
-    assert "Metric: CompileTime" in output
 
 
 def test_replicas_of_a_language_model_learn():
@@ -78,13 +77,13 @@ def test_it_learns_and_resumes_where_ctrl_c_stopped_it(tmp_path):
     assert "Traceback" not in output
     stopped = summary(output)
     assert 6 <= stopped.steps < 24
-    assert torch.load(parts, weights_only=True)["optimizer"]["steps"] == stopped.steps
+    assert torch.load(parts, weights_only=True)["steps"] == stopped.steps
 
     resumed = run("train_tpu_manager", *RUN, "--checkpoint", str(parts), "--resume")
     assert resumed.first_loss == stopped.last_loss
     assert resumed.steps == 24 - stopped.steps
     states = [torch.load(path, weights_only=True) for path in (whole, parts)]
-    assert states[0]["samples"] == states[1]["samples"] == 24 * 2 * 2 * 8 * 2
+    assert states[0]["samples"] == states[1]["samples"] == 24 * 2 * 2 * 8
     for name, value in states[0]["model"].items():
         torch.testing.assert_close(states[1]["model"][name], value, rtol=1e-5, atol=1e-6)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts.pt", "whole.pt"]

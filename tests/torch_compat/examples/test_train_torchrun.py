@@ -1,8 +1,7 @@
 import pytest
-import torch
 from example_runs import torchrun
 
-from torch_compat.examples.train_torchrun import join, main
+from torch_compat.examples.train_torchrun import main
 
 
 def test_it_learns():
@@ -17,11 +16,3 @@ def test_not_by_torchrun(monkeypatch):
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     with pytest.raises(SystemExit, match="torchrun"):
         main([])
-
-
-def test_more_processes_than_gpus(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match=r"`--nproc-per-node` .* 1"):
-        join()

@@ -27,9 +27,6 @@ BAD = {
     "seed_base": "x",
     "step_timeout": 0,
     "init_timeout": math.inf,
-    "collate_fn": 3,
-    "post_init": 3,
-    "compress_grads": 1,
     "backend": "cuda",
 }
 ROWS = {

@@ -6,9 +6,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from support.waiting import PATIENCE_SECONDS, wait_until
-from torch_compat import samples
+from support.waiting import wait_until
 from torch_compat.reader import DataError, SampleReader
+from torch_compat.tensors import dumps, loads
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -18,7 +18,7 @@ def test_sample_i_goes_to_device_i_modulo_nprocs(is_known):
     manager.nprocs = 3
     queues = manager.device_queues
     for device in (1, 0, 2):
-        taken = [queues[device].get(timeout=PATIENCE_SECONDS) for _ in range(3)]
+        taken = [next(iter(queues[device])) for _ in range(3)]
         assert taken == [device, device + 3, device + 6]
     for queue in queues:
         for _ in range(2):  # for good
@@ -36,7 +36,7 @@ def test_no_more_is_read_than_prefetch_and_what_is_on_its_way():
 
     manager = SampleReader(endless(), nprocs=2, master_prefetch=3)
     for device_queue in manager.device_queues:
-        device_queue.get(timeout=PATIENCE_SECONDS)
+        next(iter(device_queue))
     wait_until(lambda: len(read) >= 8)
     time.sleep(0.5)  # for one that reads too much
     # Two taken; three per device in queues, one at each reading end, one at the sending end.
@@ -65,7 +65,7 @@ SAMPLES = [
 
 def test_samples_survive_the_pipe():
     for sample in SAMPLES:
-        again = samples.loads(samples.dumps(sample))
+        again = loads(dumps(sample))
         assert type(again) is type(sample)
         if isinstance(sample, torch.Tensor):
             assert again.dtype == sample.dtype

@@ -15,7 +15,7 @@ class Alone(Backend):
     """One rank of a world whose others are not there."""
 
     name = "torch_xla"
-    unused = (("synch_freq", "use_streams", "profile_mode", "comm_device", "global_group"), "so")
+    unused = ("synch_freq", "use_streams", "profile_mode", "comm_device", "global_group")
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world_size = rank, world
@@ -43,5 +43,5 @@ def build(
 ) -> SlowMo:
     """The wrapper, as the constructor of that rank sees the world."""
     module = torch.nn.Linear(3, 2) if module is None else module
-    with mock.patch.object(_options, "choose", return_value=Alone(rank, world)):
+    with mock.patch.object(_options, "choose_backend", return_value=Alone(rank, world)):
         return SlowMo(module, nprocs_per_node, **options)

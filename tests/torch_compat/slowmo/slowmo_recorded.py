@@ -103,7 +103,7 @@ def replay(name: str) -> dict[str, np.ndarray]:
         module,
         graph=recording.graph(),
         mixing=None if kept is None else topology.self_weighted(kept),
-        check_start=not per_rank,
+        init_sync=not per_rank,
         **args,
     )
     master = None

@@ -13,6 +13,7 @@ from slowmo_spawned import spawned
 from torch.utils.checkpoint import checkpoint
 
 from jaxslowmo import topology
+from torch_compat import broadcast_parameters
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 
@@ -107,7 +108,8 @@ class Returning(torch.nn.Module):
 
 def hooks_after(passes: int) -> list[int]:
     module = Returning().to(here.device())
-    net = SlowMo(module, nprocs_per_node=2, broadcast_parameters=True)
+    broadcast_parameters(module)
+    net = SlowMo(module, nprocs_per_node=2)
     for _ in range(passes):
         out = net(torch.ones(3, 2).to(here.device()))
         (out["loss"] + out["weight"].sum()).backward()
@@ -216,7 +218,8 @@ class Table(torch.nn.Module):
 
 def rows_of_processes(can_read: bool):
     """The table's gradient when process 0 uses it, when both do, and when none does."""
-    net = SlowMo(Table(), nprocs_per_node=2, broadcast_parameters=True, slowmo_momentum=0.0)
+    broadcast_parameters(table := Table())
+    net = SlowMo(table, nprocs_per_node=2, slowmo_momentum=0.0)
     net._backend.may_read = lambda: can_read
     seen = []
     for ids in ([1, 3] if here.rank() == 0 else [], [here.rank(), 3], []):

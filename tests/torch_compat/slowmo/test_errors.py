@@ -11,8 +11,6 @@ from jaxslowmo import topology
 from support.refusals import Refusal, each
 from torch_compat import broadcast_parameters
 from torch_compat.slowmo._places import Places
-from torch_compat.slowmo.backends import choose
-from torch_compat.slowmo.backends._distributed import DistributedBackend
 
 
 def starving(graph, step):
@@ -33,7 +31,6 @@ BAD = {
     "slowmo_momentum": 1.0,
     "slowmo_lr": -1,
     "nprocs_per_node": 0,
-    "slowmo_base_algorithm": "adpsgd",
     "overlap": True,
     "process_rank": 0,
     "process_world_size": 8,
@@ -48,7 +45,7 @@ GRAPHS = {
     "with a loop": ({"graph": SimpleNamespace(phone_book=LOOP)}, "node 1", ""),
     "without edges": (
         {"graph": SimpleNamespace(phone_book=[[1], [0]])},
-        *("`graph.phone_book`", [[1], [0]]),
+        *("'dest'", "", AttributeError),
     ),
     "of two halves": ({"graph": "bipartite_exponential", "world": 5}, "even", 5),
     "of two peers, one itself": (
@@ -62,9 +59,9 @@ GRAPHS = {
 }
 HALF = torch.nn.Linear(3, 2).half()  # of 6 and 2 elements
 MASTERS = {
-    "too short": (torch.zeros(7), "got 7"),
-    "too few": ([torch.zeros(6)], "got 1"),
-    "of another size": ([torch.zeros(6), torch.zeros(3)], "got 3"),
+    "too short": (torch.zeros(7), "got 7 in 1"),
+    "too few": ([torch.zeros(6)], "got 6 in 1"),
+    "of another size": ([torch.zeros(6), torch.zeros(3)], "got 9 in 2"),
     "in another precision": ([torch.zeros(6), torch.zeros(2).double()], "torch.float64 at 1"),
     "of two": ({0: torch.zeros(8), 1: torch.zeros(8)}, "got 2"),
     "in a text": ("masters", "got str"),
@@ -116,7 +113,6 @@ def renamed(state):
 OF_DDP = {
     "process_group": object(),
     "mixed_precision": object(),
-    "init_sync": False,
     "delay_all_reduce_named_params": [],
     "device_mesh": object(),
 }
@@ -124,6 +120,9 @@ OF_DDP = {
 
 ROWS = {
     **{f"{k} of DDP": Refusal(partial(build, **{k: v}), f"`{k}`", v) for k, v in OF_DDP.items()},
+    "a base algorithm": Refusal(
+        lambda: build(slowmo_base_algorithm="adpsgd"), "SlowMoBaseAlgorithm", "adpsgd"
+    ),
     "an argument of nobody": Refusal(lambda: build(momentum=1), "'momentum'", error=TypeError),
     "a lazy module": Refusal(
         lambda: build(module=torch.nn.Sequential(torch.nn.LazyLinear(2))), "`module`", "'0.weight'"
@@ -179,10 +178,6 @@ ROWS = {
     ),
     "nothing to broadcast": Refusal(
         lambda: broadcast_parameters(torch.nn.ReLU()), "`module`", "ReLU()"
-    ),
-    "a backend": Refusal(lambda: choose("gloo", HALF, {}), "`backend`", "'gloo'"),
-    "no process group": Refusal(
-        DistributedBackend, "torch.distributed.init_process_group()", error=RuntimeError
     ),
 }
 

@@ -273,8 +273,8 @@ def test_troubles():
     for found in (first, second):
         assert found["inside"] == "ValueError: bad sample"
         assert found["after it"] == 2
-        assert "`fp32_params` cannot be given inside of join()" in found["masters"]
+        assert "`fp32_params` must be None inside of join()" in found["masters"]
         assert found["no data"] == 3
         assert found["no data in a node"] == 3
         for case in ("no optimizer", "no optimizer in a node"):
-            assert "need its optimizer; process 0 of 2 has not" in found[case]
+            assert "before its data ends; process 0 of 2 has not" in found[case]

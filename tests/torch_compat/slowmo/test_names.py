@@ -408,7 +408,9 @@ def performed(groups, **options) -> None:
 
 
 REFUSED = {
-    "parameters left out": Refusal(lambda: performed(["ab", "c"]), "`optimizer`", "'d', 'e' (2 of"),
+    "parameters left out": Refusal(
+        lambda: performed(["ab", "c"]), "`optimizer`", "2 are missing, such as 'd'"
+    ),
     "one twice": Refusal(lambda: performed(["abc", "cde"]), "`optimizer`", "'c'"),
     "others": Refusal(lambda: performed(["abcde"], others="none"), "`others`", "'none'"),
     "no optimizers": Refusal(lambda: performed([]), "`optimizer`", "[]"),

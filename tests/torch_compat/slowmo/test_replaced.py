@@ -162,7 +162,7 @@ def pushed(default: torch.dtype):
         slowmo_base_algorithm="sgp",
         mixing=mixing,
         slowmo_momentum=0.0,
-        check_start=False,
+        init_sync=False,
     )
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
     x = torch.ones(1, 3, dtype=torch.float32)

@@ -107,7 +107,6 @@ def anchors(case: dict, options: dict) -> np.ndarray:
 WAYS = [
     ({"slowmo_memory_efficient": True}, "anchors"),
     ({"slowmo_memory_efficient": False}, "anchors"),
-    ({"bound_momentum": False}, "anchors_without_bound"),
 ]
 
 

@@ -60,9 +60,8 @@ def all_starts():
     return {
         "equal": started(),
         "unequal": started((1, 3)),
-        "unequal by choice": started((1,), check_start=False),
-        "made equal": started((0, 2), broadcast_parameters=True),
-        "made equal by hand": broadcast(),
+        "unequal by choice": started((1,), init_sync=False),
+        "made equal": broadcast(),
     }
 
 
@@ -78,9 +77,7 @@ def test_processes_begin_equal_or_are_named_with_what_differs(by):
         for key, value in first["made equal"].items():
             assert np.array_equal(value, result["made equal"][key]), key
         assert result["made equal"]["b1"].tolist() == [1, 1]
-        assert result["made equal"]["seen"].tolist() == [0]
-        assert result["made equal by hand"]["b1"].tolist() == [1, 1]
-        assert result["made equal by hand"]["seen"].tolist() == [True, True]
+        assert result["made equal"]["seen"].tolist() == [True, True]
 
 
 def sizes_that_differ():

@@ -75,8 +75,8 @@ def one_device_troubles() -> dict[str, list[str]]:
 # The argument, or what else the only message must name.
 TROUBLES = {
     "elsewhere": "ValueError: `module`",
-    "no forward": "parameters of this moment",
-    "eval only": "parameters of this moment",
+    "no forward": "anchored at the present parameters",
+    "eval only": "anchored at the present parameters",
     "more parameters": "`optimizer` holds 1",
     "others": "`optimizer` holds 1",
     "no rate": "ValueError: `optimizer`",

@@ -10,7 +10,7 @@ import torch
 
 from support.refusals import Refusal
 from torch_compat import TPUDataManager
-from torch_compat.data import send_to_device
+from torch_compat.xla_worker import send_to_device
 
 
 class Pair(NamedTuple):

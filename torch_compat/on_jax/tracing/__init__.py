@@ -1,7 +1,7 @@
 """Functions of torch as functions of jax: torch's traces, run by torchax's operations."""
 
 from . import _torchax as _torchax  # first: its error names missing packages
-from ._batch_norm import cumulative_averages as cumulative_averages
+from ._functions import cumulative_averages as cumulative_averages
 from ._internals import OptimizedModule as OptimizedModule
 from ._internals import as_parameter as as_parameter
 from ._internals import has_changed as has_changed

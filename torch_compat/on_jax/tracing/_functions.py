@@ -1,16 +1,84 @@
 """What torch's functions do in a trace: some in other operations, some on other devices."""
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import torch
 import torch.nn.functional as F
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from ._batch_norm import batch_norm
 from ._internals import no_dispatch, owner_of, weight_norm
 from ._values import Values
+
+
+@contextlib.contextmanager
+def cumulative_averages(module: torch.nn.Module) -> Iterator[None]:
+    """Run the block with layers of `momentum=None` counting batches in a traced tensor.
+
+    They average over all batches, whose number torch reads as a float.
+    """
+    layers = [
+        m
+        for m in module.modules()
+        if isinstance(m, BatchNorm)
+        and m.training
+        and m.momentum is None
+        and m.num_batches_tracked is not None
+        and type(m).forward is BatchNorm.forward
+    ]
+    try:
+        for layer in layers:
+            layer.__dict__["forward"] = functools.partial(_cumulative, layer)
+        yield
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def _cumulative(layer: BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    layer._check_input_dim(x)
+    mean, variance, number = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    assert mean is not None
+    assert variance is not None
+    assert number is not None
+    _track(x, mean, variance, 1.0 / number.add_(1).to(torch.float32))
+    return F.batch_norm(x, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
+
+
+def _track(
+    x: torch.Tensor, mean: torch.Tensor, variance: torch.Tensor, share: torch.Tensor | float
+) -> None:
+    with torch.no_grad():
+        new_variance, new_mean = torch.var_mean(x.to(mean.dtype), (0, *range(2, x.ndim)))
+    mean.lerp_(new_mean, share)
+    variance.lerp_(new_variance, share)
+
+
+def batch_norm(
+    x: torch.Tensor,
+    mean: torch.Tensor | None,
+    variance: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> torch.Tensor:
+    """Compute `F.batch_norm`, whose own has no gradient with respect to statistics."""
+    if mean is None or variance is None or not (mean.requires_grad or variance.requires_grad):
+        return F.batch_norm(x, mean, variance, weight, bias, training, momentum, eps)
+    if training:
+        _track(x, mean, variance, momentum)
+        return F.batch_norm(x, None, None, weight, bias, True, momentum, eps)
+    scale = (variance + eps).rsqrt() * (1 if weight is None else weight)
+    shift = (0 if bias is None else bias) - mean * scale
+    each = (-1, *(1 for _ in x.shape[2:]))
+    return x * scale.view(each) + shift.view(each)
+
 
 _MANY_ROWS = 25  # torch.cdist uses products of matrices above this, unless `compute_mode` forbids
 _SUM, _MEAN = 0, 1  # modes of torch's embedding bags; the third is the maximum
@@ -26,8 +94,8 @@ class Functions(TorchFunctionMode):
     def __init__(self, values: Values) -> None:
         super().__init__()
         self._reads: dict[Any, Callable[..., Any]] = {
-            _TENSOR.numpy: lambda x, **_: values.of(x, "Tensor.numpy").numpy(),
-            _TENSOR.__array__: lambda x, *to: values.of(x, "Tensor.numpy").__array__(*to),
+            _TENSOR.numpy: lambda x, **_: values.value_of(x, "Tensor.numpy").numpy(),
+            _TENSOR.__array__: lambda x, *to: values.value_of(x, "Tensor.numpy").__array__(*to),
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,21 +103,13 @@ class Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
             raise ValueError(
-                "torch.autocast would have no effect on arrays of jax: leave it out, and give "
-                'js.make_train_step `policy=js.gradients.Policy("bfloat16")`.'
+                "torch.autocast has no effect here: give js.make_train_step "
+                '`policy=js.gradients.Policy("bfloat16")`.'
             )
         if any(isinstance(x, torch.Generator) for x in jax.tree.leaves((args, kwargs))):
             raise ValueError(
-                "The module draws from a torch.Generator, which would give the same numbers in "
-                "every step: leave `generator` out, and numbers come from the step's key."
-            )
-        if func is _TENSOR.to:
-            args = (
-                args[0],
-                *(
-                    "cpu" if isinstance(x, str | int) and not isinstance(x, bool) else x
-                    for x in args[1:]
-                ),
+                "The module draws from a torch.Generator, which gives the same numbers in every "
+                "step: leave `generator` out."
             )
         is_device = lambda x: isinstance(x, torch.device)  # noqa: E731
         args = jax.tree.map(lambda x: torch.device("cpu") if is_device(x) else x, args)
@@ -62,9 +122,8 @@ class Functions(TorchFunctionMode):
             for x, result in pairs:
                 if x.shape != result.shape and x.numel():
                     raise ValueError(
-                        f"`out` has the shape {tuple(x.shape)} and the result "
-                        f"{tuple(result.shape)}: leave `out` out, and use what the operation "
-                        "returns."
+                        f"`out` must have the result's shape {tuple(result.shape)}, got "
+                        f"{tuple(x.shape)}."
                     )
         if func in self._reads:
             with no_dispatch():
@@ -73,13 +132,19 @@ class Functions(TorchFunctionMode):
         return replaced(*args, **kwargs)
 
 
+def _tensor_to(x: torch.Tensor, *args: Any, **named: Any) -> torch.Tensor:
+    """Compute `Tensor.to`, on the one device that there is."""
+    is_device = lambda y: isinstance(y, str | int) and not isinstance(y, bool)  # noqa: E731
+    return _TENSOR.to(x, *("cpu" if is_device(y) else y for y in args), **named)
+
+
 def _as_strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
     """Compute `torch.as_strided` from the tensor that owns the memory."""
     base = _owner(x)
     if not base.is_contiguous() or base.dtype != x.dtype:
         raise ValueError(
-            "The module uses as_strided on a tensor that is not contiguous, or on complex numbers "
-            "as real ones, whose memory arrays of jax do not have: call x.contiguous() before."
+            "The module uses as_strided on a tensor that is not contiguous, or whose dtype is a "
+            "view: call x.contiguous() before."
         )
     offset = x.storage_offset() if storage_offset is None else storage_offset
     view = torch.ops.aten.as_strided(base, size, stride, offset)
@@ -91,7 +156,7 @@ def _owner(x: Any) -> Any:
     return _owner(owner.detached_from) if hasattr(owner, "detached_from") else owner
 
 
-def _detached(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _remember_owner(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return `get`, which shares memory without a derivative, noting whose memory that is.
 
     torch traces writes through `as_strided` of the owner alone.
@@ -109,9 +174,8 @@ def _set_data(x: Any, other: torch.Tensor) -> None:
     """Do `x.data = other`: the tensor takes the other's memory, and keeps its derivative."""
     if (other.shape, other.dtype) != (x.shape, x.dtype):
         raise ValueError(
-            f"The module sets `.data` of a tensor of shape {tuple(x.shape)} and {x.dtype} to one "
-            f"of {tuple(other.shape)} and {other.dtype}, which a trace cannot do: set the "
-            "attribute that holds the tensor."
+            f"`.data` of a tensor of shape {tuple(x.shape)} and {x.dtype} cannot become one of "
+            f"{tuple(other.shape)} and {other.dtype}: set the attribute that holds the tensor."
         )
     with torch.no_grad():
         x.set_(other.detach())
@@ -195,9 +259,9 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.as_strided: _as_strided,
     _TENSOR.as_strided: _as_strided,
     F.batch_norm: batch_norm,
-    torch.detach: _detached(torch.detach),
-    _TENSOR.detach: _detached(torch.detach),
-    _TENSOR.data.__get__: _detached(_TENSOR.data.__get__),
+    torch.detach: _remember_owner(torch.detach),
+    _TENSOR.detach: _remember_owner(torch.detach),
+    _TENSOR.data.__get__: _remember_owner(_TENSOR.data.__get__),
     _TENSOR.random_: _random_,
     torch.tensor_split: _tensor_split,
     _TENSOR.tensor_split: _tensor_split,
@@ -205,5 +269,6 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     torch.pdist: _pdist,
     weight_norm: _weight_norm,
     _TENSOR.data.__set__: _set_data,
+    _TENSOR.to: _tensor_to,
     _TENSOR.cuda: lambda x, *_, **__: x,
 }

@@ -3,7 +3,6 @@
 Attributes of operations and tensors that are not public have a function here, too.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,14 +52,9 @@ def owner_of(x: Any) -> Any:
     return x if x._base is None else x._base
 
 
-def arguments_of(func: Any) -> Sequence[Any]:
-    """Return the arguments that an operation declares: names, default values, what is written."""
-    return func._schema.arguments
-
-
-def number_of_results(func: Any) -> int:
-    """Return how many results an operation declares."""
-    return len(func._schema.returns)
+def schema_of(func: Any) -> Any:
+    """Return what an operation declares: `arguments`, with names and defaults, and `returns`."""
+    return func._schema
 
 
 def as_parameter(x: Any) -> None:

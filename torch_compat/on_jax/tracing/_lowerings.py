@@ -10,7 +10,7 @@ import torch
 
 from .._arrays import jax_dtype
 from ._errors import name_of, refusal
-from ._internals import arguments_of, decomposition_table, number_of_results
+from ._internals import decomposition_table, schema_of
 from ._operations import OPERATIONS
 from ._torchax import Environment, OperatorNotFound, Tensor
 
@@ -81,19 +81,19 @@ class Lowerings(Environment):
                 return Tensor(values[x], self)
             if isinstance(x, list):
                 return [*map(argument, x)]
-            return _held(layer, x) if has_integers and type(x) is int else x
+            return _int_for_jax(layer, x) if has_integers and type(x) is int else x
 
         args = tuple(map(argument, node.args))
         named = {name: x for name, x in node.kwargs.items() if name not in _WITHOUT_MEANING}
         kwargs = {name: argument(x) for name, x in named.items()}
-        if not node.all_input_nodes and any(a.name == "dtype" for a in arguments_of(target)):
+        if not node.all_input_nodes and any(a.name == "dtype" for a in schema_of(target).arguments):
             kwargs["dtype"] = result.dtype
         if target in _DETERMINANTS:
             matrix = node.all_input_nodes[0].meta["val"]
             kwargs = {"is_transposed": matrix.is_contiguous() and not matrix.is_complex()}
         try:
             with self:
-                return _declared(result, self.t2j_iso(self.dispatch(target, (), args, kwargs)))
+                return _cast_like(result, self.t2j_iso(self.dispatch(target, (), args, kwargs)))
         except Exception as error:
             raise refusal(name_of(target), layer) from error
 
@@ -108,10 +108,10 @@ class Lowerings(Environment):
             return super()._get_op_or_decomp(func)
 
 
-def _declared(like: Any, found: Any) -> Any:
+def _cast_like(like: Any, found: Any) -> Any:
     """Return the results of an operation in the dtypes of `like`, torch's; shapes must be equal."""
     if isinstance(like, list | tuple):
-        return [_declared(*pair) for pair in zip(like, found, strict=True)]
+        return [_cast_like(*pair) for pair in zip(like, found, strict=True)]
     dtype = jax_dtype(like.dtype) if isinstance(like, torch.Tensor) else None
     if dtype is None:
         return found
@@ -120,7 +120,7 @@ def _declared(like: Any, found: Any) -> Any:
     return found if found.dtype == dtype else found.astype(dtype)
 
 
-def _held(layer: str, number: int) -> int:
+def _int_for_jax(layer: str, number: int) -> int:
     """Return a number for jax's integers; limits of 64 bits become those of 32 if it has no 64."""
     limits, wide = jnp.iinfo(jax.dtypes.canonicalize_dtype(jnp.int64)), torch.iinfo(torch.int64)
     number = {wide.max: limits.max, wide.min: limits.min}.get(number, number)
@@ -162,11 +162,11 @@ def _derivative(func: Any) -> Callable[..., Any] | None:
     packet = getattr(_ATEN, f"{name}_forward", None) or getattr(_ATEN, name, None)
     if packet is None or name == own:
         return None
-    names = [argument.name for argument in arguments_of(packet.default)]
-    count = number_of_results(func)
+    names = [argument.name for argument in schema_of(packet.default).arguments]
+    count = len(schema_of(func).returns)
 
     def operation(*args: Any, **kwargs: Any) -> Any:
-        arguments = arguments_of(func)
+        arguments = schema_of(func).arguments
         given = {a.name: a.default_value for a in arguments if a.has_default_value()}
         given |= dict(zip((a.name for a in arguments), args, strict=False)) | kwargs
         cotangent = given[arguments[0].name]

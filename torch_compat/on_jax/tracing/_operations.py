@@ -92,7 +92,9 @@ def _polygamma(order: int, x: jax.Array) -> jax.Array:
     return above - (-1) ** order * math.factorial(order) * jnp.sum(terms, -1)
 
 
-def _put(x: jax.Array, index: jax.Array, values: jax.Array, accumulate: bool = False) -> jax.Array:
+def _aten_put(
+    x: jax.Array, index: jax.Array, values: jax.Array, accumulate: bool = False
+) -> jax.Array:
     elements = x.ravel().at[index.ravel()]
     return (elements.add if accumulate else elements.set)(values.ravel()).reshape(x.shape)
 
@@ -252,7 +254,7 @@ OPERATIONS: dict[Any, Callable[..., Any]] = {
     _ATEN.linalg_lu_solve.default: _lu_solve,
     _ATEN.angle.default: _angle,
     _ATEN.polygamma.default: _polygamma,
-    _ATEN.put.default: _put,
+    _ATEN.put.default: _aten_put,
     _ATEN.scatter.value: _scatter,
     _ATEN.diagonal_scatter.default: _diagonal_scatter,
     _ATEN.slice_scatter.default: _slice_scatter,

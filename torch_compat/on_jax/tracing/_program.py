@@ -72,9 +72,7 @@ def call(
       module: module that it calls; errors name its layers.
     """
     if get_proxy_mode() is not None:  # this thread traces
-        raise ValueError(
-            "A module calls a function of on_jax in its forward pass: call the module."
-        )
+        raise ValueError("A module calls on_jax in its forward pass: call the module itself.")
     trained = frozenset(i for i, x in enumerate(inputs) if x.trained)
     axes = frozenset[str]().union(*(varying_axes(x.array) for x in inputs))
     # Under shard_map the gradient of an array varies over the same axes, which are those of all.
@@ -219,8 +217,8 @@ class _Program:
 
 def _refuse_forward(*_: Any, **__: Any) -> Any:
     raise ValueError(
-        "The module differentiates in forward mode (torch.func.jvp, jacfwd, hessian), which torch "
-        "does not trace: use torch.func.grad or jacrev, or jax.jvp of on_jax.as_apply."
+        "The module differentiates in forward mode, which torch does not trace: use "
+        "torch.func.grad or jacrev, or jax.jvp of on_jax.as_apply."
     )
 
 
@@ -237,14 +235,14 @@ def _as_plain(values: Values) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         # Without its hooks torch.utils.checkpoint computes nothing again, with other dropout.
         for name in ("__enter__", "__exit__"):
-            patches.enter_context(_replaced(saved_tensors_hooks, name, lambda *_: None))
-        patches.enter_context(_replaced(torch.autograd.forward_ad, "make_dual", _refuse_forward))
-        patches.enter_context(_replaced(CheckpointFunction, "apply", _refuse_reentrant))
-        patches.enter_context(_replaced(torch, "embedding_bag", embedding_bag))
+            patches.enter_context(_patch(saved_tensors_hooks, name, lambda *_: None))
+        patches.enter_context(_patch(torch.autograd.forward_ad, "make_dual", _refuse_forward))
+        patches.enter_context(_patch(CheckpointFunction, "apply", _refuse_reentrant))
+        patches.enter_context(_patch(torch, "embedding_bag", embedding_bag))
         # Libraries then leave out checks of values.
-        patches.enter_context(_replaced(torch.compiler, "is_compiling", lambda: True))
-        read = lambda x: values.of(x, "Tensor.tolist").tolist()  # noqa: E731
-        patches.enter_context(_replaced(FunctionalTensor, "tolist", read))
+        patches.enter_context(_patch(torch.compiler, "is_compiling", lambda: True))
+        read = lambda x: values.value_of(x, "Tensor.tolist").tolist()  # noqa: E731
+        patches.enter_context(_patch(FunctionalTensor, "tolist", read))
         patches.enter_context(sdpa_kernel(SDPBackend.MATH))
         torch.backends.mha.set_fastpath_enabled(False)
         # Its fused layers have no derivative here.
@@ -260,7 +258,7 @@ def _as_plain(values: Values) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
+def _patch(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
     """Run the block with another function in the place of one, for this thread alone."""
     old, here = getattr(owner, name), threading.get_ident()
 

@@ -9,7 +9,7 @@ import jax
 import torch
 from torch.fx.node import map_arg
 
-from ...memory import overlaps
+from ...tensors import overlaps
 from .._arrays import PLAIN_TENSORS
 from ._errors import layer_of, name_of, refusal
 from ._internals import (
@@ -18,11 +18,11 @@ from ._internals import (
     FakeTensor,
     FunctionalTensor,
     TorchDispatchMode,
-    arguments_of,
     get_proxy_mode,
     get_proxy_slot,
     has_changed,
     no_dispatch,
+    schema_of,
 )
 
 _ATEN: Any = torch.ops.aten
@@ -74,14 +74,14 @@ class Values(TorchDispatchMode):
         self.seen.update(id(x) for x in leaves if isinstance(x, torch.Tensor))
         self._refuse_writes(func, args, kwargs)
         if func is not _ATEN.lift_fresh.default:
-            args, kwargs = jax.tree.map(self._traced, (args, kwargs))
+            args, kwargs = jax.tree.map(self._as_traced, (args, kwargs))
         nodes = self._tracer.graph.nodes
         last = next(reversed(nodes), None)
         try:
             if func is _ATEN._linalg_check_errors.default:  # of values
                 return None
             if func.overloadpacket in _INDEXING:
-                return self._indexed(func, *args, **kwargs)
+                return self._index(func, *args, **kwargs)
             if not _NEED_VALUES.isdisjoint(func.tags):
                 return self._known_result(func, args, kwargs)
             return func(*args, **kwargs)
@@ -92,7 +92,7 @@ class Values(TorchDispatchMode):
             for node in itertools.takewhile(lambda n: n is not last, reversed(nodes)):
                 node.meta["layer"] = layer
 
-    def of(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def value_of(self, x: torch.Tensor, name: str) -> torch.Tensor:
         """Return the value of a constant; raise `ValueError` that names `name` for others."""
         value = self._value(x)
         if value is None:
@@ -102,9 +102,9 @@ class Values(TorchDispatchMode):
     def refuse_lost_writes(self) -> None:
         """Raise `ValueError` if views of tensors that were made outside have been written to."""
         if any(has_changed(traced) for _, traced in self._outside.values()):
-            raise _lost("")
+            raise _lost_write_error("")
 
-    def _traced(self, x: Any) -> Any:
+    def _as_traced(self, x: Any) -> Any:
         """Return a tensor of the trace for one that was made outside, such as a global."""
         if type(x) not in PLAIN_TENSORS:
             return x
@@ -119,10 +119,10 @@ class Values(TorchDispatchMode):
         return (frame for frame, _ in traceback.walk_stack(sys._getframe(2)))
 
     def _known_result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        def known(x: Any) -> Any:
-            return self.of(x, name_of(func)) if isinstance(x, torch.Tensor) else x
+        def known_value(x: Any) -> Any:
+            return self.value_of(x, name_of(func)) if isinstance(x, torch.Tensor) else x
 
-        args, kwargs = jax.tree.map(known, (args, kwargs))
+        args, kwargs = jax.tree.map(known_value, (args, kwargs))
         with no_dispatch(), torch.no_grad():
             result = func(*args, **kwargs)
         return jax.tree.map(lambda x: constant(x) if isinstance(x, torch.Tensor) else x, result)
@@ -147,17 +147,17 @@ class Values(TorchDispatchMode):
         with no_dispatch(), torch.no_grad():
             for n in self._tracer.graph.nodes:
                 if n in ancestors and n not in self._known:
-                    self._known[n] = self._computed(n)
+                    self._known[n] = self._compute(n)
         return self._known[node]
 
-    def _computed(self, node: torch.fx.Node) -> Any:
+    def _compute(self, node: torch.fx.Node) -> Any:
         if node.op == "get_attr":
             return getattr(self._tracer.root, str(node.target))
         target: Any = node.target
         args: Any = map_arg((node.args, node.kwargs), self._known.__getitem__)
         return target(*args[0], **args[1])
 
-    def _indexed(self, func: Any, x: torch.Tensor, index: Any, *rest: Any, **named: Any) -> Any:
+    def _index(self, func: Any, x: torch.Tensor, index: Any, *rest: Any, **named: Any) -> Any:
         """Index by masks: by the places where they are true, if these are known."""
         name = name_of(func)
         if func is _ATEN.masked_select.default:
@@ -168,7 +168,7 @@ class Values(TorchDispatchMode):
             if part is None or part.dtype not in _MASKS:
                 places.append(part)
                 continue
-            value = self.of(part, name) if func is _ATEN.index.Tensor else self._value(part)
+            value = self.value_of(part, name) if func is _ATEN.index.Tensor else self._value(part)
             if value is None:
                 places.append(part)  # writes need no places
                 continue
@@ -179,7 +179,7 @@ class Values(TorchDispatchMode):
 
     @staticmethod
     def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
-        for i, argument in enumerate(arguments_of(func)):
+        for i, argument in enumerate(schema_of(func).arguments):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             x = args[i] if i < len(args) else kwargs.get(argument.name)
             if not is_written or not isinstance(x, torch.Tensor):
@@ -187,16 +187,14 @@ class Values(TorchDispatchMode):
             if overlaps(x):
                 raise ValueError(
                     f"The module writes in place to a tensor of shape {tuple(x.shape)} and strides "
-                    f"{x.stride()}, several of whose elements share memory, so that torch does not "
-                    "allow it, either: write to a copy (x = x.clone())."
+                    f"{x.stride()}, whose elements share memory: write to a copy (x.clone())."
                 )
             if not isinstance(x, FunctionalTensor | FakeTensor):
-                raise _lost("in `out` " if argument.is_out else "")
+                raise _lost_write_error("in `out` " if argument.is_out else "")
 
 
-def _lost(place: str) -> ValueError:
+def _lost_write_error(place: str) -> ValueError:
     return ValueError(
-        f"The module writes {place}into a tensor that was made outside of its call and is no "
-        "buffer of it, where the change would be lost: register it as a buffer "
-        "(module.register_buffer)."
+        f"The module writes {place}into a tensor from outside of its call, where the change would "
+        "be lost: make it a buffer (module.register_buffer)."
     )

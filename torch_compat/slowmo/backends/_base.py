@@ -9,6 +9,9 @@ import torch
 from .._places import Places
 from ._header import Exchange
 
+# Ranks to send to, and ranks to receive from.
+Peers = tuple[list[int], list[int]]
+
 
 class Backend(ABC):
     """A connection of one process to all processes of its run.
@@ -20,13 +23,13 @@ class Backend(ABC):
       name: name of the backend in arguments and messages.
       rank: rank of this process.
       world_size: number of processes.
-      unused: constructor arguments without effect, and the reason, as parts of a sentence.
+      unused: constructor arguments without effect.
     """
 
     name: str
     rank: int
     world_size: int
-    unused: tuple[tuple[str, ...], str]
+    unused: tuple[str, ...]
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Backend":
         """Return the same object: copies of a wrapper are in the same run."""
@@ -53,29 +56,24 @@ class Backend(ABC):
 
     @abstractmethod
     def meet(
-        self,
-        exchange: Exchange,
-        device: torch.device,
-        targets: Sequence[int] | None = None,
-        sources: Sequence[int] | None = None,
+        self, exchange: Exchange, device: torch.device, peers: Peers | None = None
     ) -> dict[int, Exchange]:
         """Wait for the other processes of an exchange, and check that theirs is the same.
 
         Args:
           exchange: the exchange that follows.
           device: device of the tensors to exchange.
-          targets: other processes to which this one sends; None for all.
-          sources: other processes from which this one receives; None for all.
+          peers: other processes to which this one sends, and from which it receives; None for all.
 
         Raises:
           UnlikeCallsError: another process is in a different exchange.
           PeerLostError: another process has ended.
 
         Returns:
-          Over gloo the headers of this process and of `sources`, equal except those of
-          `Kind.NO_DATA`; otherwise an empty dict.
+          Over gloo the headers of this process and of those it receives from, equal except those
+          of `Kind.NO_DATA`; otherwise an empty dict.
 
-        Communication: over gloo 32 bytes to each of `targets`; otherwise nothing.
+        Communication: over gloo 32 bytes to each process that it sends to; otherwise nothing.
         """
 
     def join_group(self) -> Any:
@@ -141,9 +139,8 @@ def check_devices(module: torch.nn.Module, device: torch.device | None) -> torch
     devices = {param.device for param in module.parameters()}
     only = device or next(iter(devices))
     if devices != {only}:
-        where = "on one device" if device is None else f"on the device of this process, {device}"
+        found = ", ".join(sorted(map(str, devices)))
         raise ValueError(
-            f"`module` must have all its parameters {where}, found "
-            f"{', '.join(sorted(map(str, devices)))}."
+            f"`module` must have all its parameters on {device or 'one device'}, got {found}."
         )
     return only

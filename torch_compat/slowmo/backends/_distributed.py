@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from .._flat import flatten, unflatten
 from .._places import Places
-from ._base import Backend, check_devices
+from ._base import Backend, Peers, check_devices
 from ._header import Exchange, Kind
 from ._waiting import Waiting, backend_on
 
@@ -39,37 +39,28 @@ class DistributedBackend(Backend):
 
     Raises:
       ValueError: a group without this process.
-      RuntimeError: `torch.distributed` is not initialised.
     """
 
     name = "torch.distributed"
-    unused = (
-        ("synch_freq", "use_streams", "profile_mode", "master_group"),
-        "the exchange is part of the step, in collectives over all processes",
-    )
+    unused = ("synch_freq", "use_streams", "profile_mode", "master_group")
 
     def __init__(
         self, global_group: Any = None, local_node_group: Any = None, comm_device: Any = None
     ) -> None:
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
-                "backend='torch.distributed' needs its default process group: call "
-                "torch.distributed.init_process_group() first."
-            )
         self._group = global_group or dist.group.WORLD
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         if self.rank < 0:
             raise ValueError("`global_group` must contain this process.")
         self._node_group = local_node_group
         self._comm_device = None if comm_device is None else torch.device(comm_device)
-        self._waiting = Waiting.of(self._group)
+        self._waiting = Waiting.for_group(self._group)
         self._wrapper = next(self._waiting.wrappers)
         self._device: torch.device | None = None
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "A wrapper over torch.distributed cannot be pickled, since process groups cannot: save "
-            "its state_dict() in every process, or one consolidated_state_dict() for all."
+            "A wrapper over torch.distributed cannot be pickled, as process groups cannot: save "
+            "state_dict() in every process, or one consolidated_state_dict()."
         )
 
     def device_of(self, module: torch.nn.Module) -> torch.device:
@@ -109,20 +100,13 @@ class DistributedBackend(Backend):
             )
 
     def meet(
-        self,
-        exchange: Exchange,
-        device: torch.device,
-        targets: Sequence[int] | None = None,
-        sources: Sequence[int] | None = None,
+        self, exchange: Exchange, device: torch.device, peers: Peers | None = None
     ) -> dict[int, Exchange]:
-        others = [rank for rank in range(self.world_size) if rank != self.rank]
         if backend_on(self._group, self._wire_device(device)) != "gloo":
             return {}
-        return self._waiting.meet(
-            exchange._replace(wrapper=self._wrapper),
-            others if targets is None else targets,
-            others if sources is None else sources,
-        )
+        others = [rank for rank in range(self.world_size) if rank != self.rank]
+        header = exchange._replace(wrapper=self._wrapper)
+        return self._waiting.meet(header, *(peers or (others, others)))
 
     def join_group(self) -> Any:
         devices = [torch.device("cpu")]
@@ -148,12 +132,12 @@ class DistributedBackend(Backend):
     ) -> list[torch.Tensor]:
         in_node = groups is not None
         flat = flatten(tensors)
-        wire = self._sent(flat.to(_WIDER.get(flat.dtype, flat.dtype)), fresh=True)
+        wire = self._to_wire(flat.to(_WIDER.get(flat.dtype, flat.dtype)), fresh=True)
         self._wait(dist.all_reduce, wire, in_node=in_node)
         return unflatten(tensors, wire.to(flat.device))
 
     def reduce_scatter(self, flat: torch.Tensor) -> torch.Tensor:
-        wire = self._sent(flat)
+        wire = self._to_wire(flat)
         if backend_on(self._group, wire.device) == "gloo":
             # gloo's reduce-scatter sends as much as an all-reduce, twice the bytes needed.
             parts = torch.empty_like(wire)
@@ -165,7 +149,7 @@ class DistributedBackend(Backend):
         return part.to(flat.device)
 
     def all_gather(self, part: torch.Tensor) -> torch.Tensor:
-        wire = self._sent(part)
+        wire = self._to_wire(part)
         whole = wire.new_empty(len(part) * self.world_size)
         self._wait(_ALL_GATHER, whole, wire)
         return whole.to(part.device)
@@ -175,7 +159,7 @@ class DistributedBackend(Backend):
 
         Communication: over gloo the values go beside it, and 1 byte for each in it.
         """
-        wire = self._sent(value).reshape(-1)
+        wire = self._to_wire(value).reshape(-1)
         targets = [target for source, target in edges if source == self.rank]
         sources = [source for source, target in edges if target == self.rank]
         arrived = wire.new_empty(len(sources) * len(wire))
@@ -205,7 +189,7 @@ class DistributedBackend(Backend):
             work.wait()
         return arrived.reshape(value.shape).to(value.device) if sources else torch.zeros_like(value)
 
-    def _sent(self, value: torch.Tensor, *, fresh: bool = False) -> torch.Tensor:
+    def _to_wire(self, value: torch.Tensor, *, fresh: bool = False) -> torch.Tensor:
         """Return `value`, contiguous, on the wire device; a copy if `fresh`, to be overwritten."""
         wire = value.detach().to(self._wire_device(value.device)).contiguous()
         return wire.clone() if fresh and wire.data_ptr() == value.data_ptr() else wire

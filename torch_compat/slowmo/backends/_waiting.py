@@ -58,7 +58,7 @@ class Waiting:
         self.node_groups: dict[tuple[int, ...], Any] = {}  # groups that cannot be made twice
 
     @classmethod
-    def of(cls, group: Any) -> "Waiting":
+    def for_group(cls, group: Any) -> "Waiting":
         """Return the object of a group; all its wrappers share it: their calls have one order."""
         if group not in _of_groups:
             _of_groups[group] = cls(group)
@@ -167,7 +167,7 @@ class Waiting:
         if self._store.check(["unlike"]):
             raise UnlikeCallsError(self._store.get("unlike").decode())
         if self._store.check(["broken"]):
-            gone = self._gone()
+            gone = self._describe_lost_processes()
             raise PeerLostError(gone or "The exchange has failed in another process.")
 
     def _say(self, polls: int, seconds: float, missing: Sequence[int]) -> None:
@@ -193,7 +193,7 @@ class Waiting:
                     unlike = self._store.get("unlike").decode()
             if unlike is not None:  # the reason why another process has ended
                 raise UnlikeCallsError(unlike) from error
-            gone = self._gone()
+            gone = self._describe_lost_processes()
             if gone is None:
                 raise
             raise PeerLostError(gone) from error
@@ -205,7 +205,7 @@ class Waiting:
             work: Any = dist.irecv(torch.empty(1), group=self._group, group_src=other, tag=0x510C)
             work.wait(timedelta(milliseconds=1))
 
-    def _gone(self) -> str | None:
+    def _describe_lost_processes(self) -> str | None:
         """Return a sentence about processes that do not answer after a broken connection, or None.
 
         The others have `_ANSWER_SECONDS` to answer.

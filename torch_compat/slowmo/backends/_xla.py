@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 
 import torch
+import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.runtime as xr
 
@@ -15,7 +16,7 @@ from ... import runtime
 from ...autograd_threads import ensure_autograd_threads
 from .._graphs import device_data, own_graph
 from .._places import Places
-from ._base import Backend, check_devices
+from ._base import Backend, Peers, check_devices
 from ._header import Exchange, Kind
 
 # The next number for a wrapper, by process id (the process may be a fork) and rank.
@@ -27,11 +28,8 @@ class XlaBackend(Backend):
 
     name = "torch_xla"
     unused = (
-        (
-            *("synch_freq", "use_streams", "profile_mode", "global_group", "master_group"),
-            *("local_node_group", "comm_device"),
-        ),
-        "torch_xla has neither process groups nor streams",
+        *("synch_freq", "use_streams", "profile_mode", "global_group", "master_group"),
+        *("local_node_group", "comm_device"),
     )
 
     def __init__(self) -> None:
@@ -41,7 +39,7 @@ class XlaBackend(Backend):
         runtime.introduce()
 
     def device_of(self, module: torch.nn.Module) -> torch.device:
-        device = check_devices(module, runtime.bound())
+        device = check_devices(module, torch_xla.device())
         runtime.may_launch()  # raises an error for calls that would end the process later
         ensure_autograd_threads(device)
         return device
@@ -53,7 +51,7 @@ class XlaBackend(Backend):
 
     def gather_number(self, number: int) -> tuple[int, ...]:
         """Return the `number` of every process, of at most 32 bits."""
-        device = runtime.bound()
+        device = torch_xla.device()
         with own_graph(device):
             value = device_data([number], torch.int64, device)
         self.meet(Exchange(Kind.HOSTS, 8, 0), device)
@@ -65,11 +63,7 @@ class XlaBackend(Backend):
         pass  # every collective names its groups
 
     def meet(
-        self,
-        exchange: Exchange,
-        device: torch.device,
-        targets: Sequence[int] | None = None,
-        sources: Sequence[int] | None = None,
+        self, exchange: Exchange, device: torch.device, peers: Peers | None = None
     ) -> dict[int, Exchange]:
         """Wait for all CPU devices of the process, even if only some exchange data."""
         if runtime.may_launch():

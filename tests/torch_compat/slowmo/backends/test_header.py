@@ -212,7 +212,7 @@ def test_programs_that_do_not_catch_it_end(world, options, tmp_path):
         f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=rank, "
         f"world_size={world})\n"
         f"net = SlowMoDistributedDataParallel(torch.nn.Linear(3, 2), 1, {options},"
-        " check_start=False)\n"
+        " init_sync=False)\n"
         "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
         "for _ in range(2):\n"
         "    net(torch.ones(2, 3)).sum().backward()\n"

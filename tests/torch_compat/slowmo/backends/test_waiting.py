@@ -170,7 +170,7 @@ def test_who_ends_before_a_wrapper_is_made(tmp_path):
 
 def tensors_in_use_after_collectives():
     """How often gloo's threads still had a tensor of a collective that was over."""
-    waiting, count = _waiting.Waiting.of(dist.group.WORLD), 0
+    waiting, count = _waiting.Waiting.for_group(dist.group.WORLD), 0
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     for _ in range(200):
         part, whole = torch.ones(2), torch.empty(4)

@@ -1,19 +1,189 @@
-"""The start of slow momentum, and its steps, in one process."""
+"""Slow momentum in one process: anchor and velocity of named parameters, and its steps."""
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from .._collectives import Collectives
-from .._flat import flatten
-from .._graphs import own_graph
-from .._half import Parameters
-from .._push_sum import PushSum
-from .._start import check_equal
-from ..backends import Kind
-from ._groups import Groups
-from ._momentum import SlowMomentum, Span
+from ._collectives import Collectives
+from ._flat import flatten
+from ._gossip import PushSum
+from ._graphs import device_data, own_graph, to_device
+from ._parameters import Groups, Parameters
+from ._start import check_equal
+from .backends import Kind
+
+
+@dataclass
+class Rates:
+    """The learning rates that the carried part of slow momentum depends on, per parameter.
+
+    Attributes:
+      last: gamma of the last slow step; 0 before the first.
+      made_at: r, the rate at which the velocity was made: the largest gamma between the last two
+        slow steps, or momentum times the previous r if that is more; 0 if not known.
+      since: the largest gamma since the last slow step; 0 if none was observed.
+    """
+
+    last: list[float]
+    made_at: list[float]
+    since: list[float]
+
+    def select(self, places: Sequence[int | None]) -> "Rates":
+        """Return the rates of the parameters at `places` in these; None is a new parameter."""
+        fields = (self.last, self.made_at, self.since)
+        return Rates(*([0.0 if i is None else rates[i] for i in places] for rates in fields))
+
+    def observe(self, rates: Sequence[float]) -> None:
+        """Note the rates of an update, slow or not: the velocity will hold its displacement."""
+        self.since = list(map(max, self.since, rates))
+
+    def carry(self, rates: Sequence[float], momentum: float) -> list[float]:
+        """Return the factor of the velocity in a slow step at `rates`, and note `rates`.
+
+        It is momentum * gamma_now / gamma_before, with 1 for a ratio whose divisor is 0. It is at
+        most gamma_now / r, or momentum if that is more: FairScale's formula, which has no bound,
+        can diverge after a small rate.
+
+        Source: `jaxslowmo.slow_momentum`, which has the same rule.
+        """
+        factors = []
+        for now, last, made_at in zip(rates, self.last, self.made_at, strict=True):
+            limit = max(momentum, _ratio(now, made_at))
+            factors.append(min(momentum * _ratio(now, last), limit))
+        self.observe(rates)
+        self.made_at = [
+            max(momentum * r, high) for r, high in zip(self.made_at, self.since, strict=True)
+        ]
+        self.last, self.since = list(rates), [0.0] * len(rates)
+        return factors
+
+
+def _ratio(now: float, before: float) -> float:
+    return now / before if before else 1.0
+
+
+@dataclass(frozen=True)
+class Span:
+    """The part of the flat vector of named parameters that a process keeps.
+
+    Attributes:
+      sizes: number of elements of each parameter, by name, in the module's order.
+      num_parts: number of equal parts; the last ones may reach beyond the end of the vector.
+      index: index of this part.
+    """
+
+    sizes: Mapping[str, int]
+    num_parts: int = 1
+    index: int = 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parameters."""
+        return tuple(self.sizes)
+
+    @property
+    def total(self) -> int:
+        """The number of elements of the vector."""
+        return sum(self.sizes.values())
+
+    @property
+    def length(self) -> int:
+        """The number of elements of the part, padding included."""
+        return math.ceil(self.total / self.num_parts)
+
+    @property
+    def padded_length(self) -> int:
+        """The number of elements of all parts together."""
+        return self.num_parts * self.length
+
+    def split(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the elements of each parameter in a whole vector, padded or not."""
+        parts = flat[: self.total].split(list(self.sizes.values()))
+        return dict(zip(self.names, parts, strict=True))
+
+    def part(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return this part of the vector of `values`, those of all names in order; a copy.
+
+        On an XLA device call it inside `own_graph`. The index of the part is data, so that the
+        graph is the same on all processes.
+        """
+        rows = self.num_parts + 1  # one more, so that the result is never a view of a parameter
+        flat = flatten(values, rows * self.length).reshape(rows, self.length)
+        index = device_data([self.index], torch.int64, flat.device)
+        return flat.index_select(0, index).reshape(-1)
+
+    def per_element(self, values: Sequence[float], device: torch.device) -> torch.Tensor:
+        """Return the value of each element's parameter, (length,)."""
+        begin, spans, end = self.index * self.length, [], 0
+        for size in self.sizes.values():
+            end += size
+            spans.append(min(max(end - begin, 0), self.length))
+        spans[-1] = self.length  # the padding takes the last value
+        counts = torch.tensor([0, *spans]).diff()
+        each = torch.tensor(values, dtype=torch.float32).repeat_interleave(counts)
+        return to_device([each], device)[0]
+
+
+@dataclass
+class SlowMomentum:
+    """The slow step on the flat vector of named parameters.
+
+    With D = anchor - average, gamma the learning rate of the parameter now:
+
+        m <- momentum * m + D / gamma;   anchor <- anchor - slow_lr * gamma * m;   params = anchor
+
+    The state is v = gamma * m, and its carried part is rescaled by gamma_now / gamma_before (1 if
+    gamma_before is 0), so that a learning rate of 0 makes neither inf nor NaN. `Rates` computes the
+    factor.
+
+    Attributes:
+      span: the part that this process keeps.
+      anchor: (span.length,) float32, the parameters after the last slow step.
+      velocity: (span.length,) float32, v.
+      rates: the learning rates that the carried part depends on, one for each name.
+      has_one_rate: whether all parameters are in one group of an optimizer.
+
+    Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow
+      Momentum", ICLR 2020 (arXiv:1910.00643), algorithm 1.
+    """
+
+    span: Span
+    anchor: torch.Tensor
+    velocity: torch.Tensor
+    rates: Rates
+    has_one_rate: bool = False
+
+    def move_to(self, device: torch.device) -> None:
+        """Move tensors that were loaded on the host to the device of the parameters."""
+        if self.anchor.device != device:
+            self.anchor, self.velocity = to_device([self.anchor, self.velocity], device)
+
+    def step(self, average: torch.Tensor, carry: Sequence[float], slow_lr: float) -> None:
+        """Take the slow step, after which `anchor` holds the new parameters.
+
+        Args:
+          average: (span.length,) float32, this part of the average of the parameters.
+          carry: factor of the velocity of every parameter, see `Rates.carry`.
+          slow_lr: step size of the slow step.
+        """
+        factors = self._factors(carry, average.device)
+        self.velocity = factors * self.velocity + (self.anchor - average)
+        self.anchor = self.anchor - slow_lr * self.velocity
+
+    def momentum_buffer(self) -> torch.Tensor:
+        """Return m = v / gamma, as FairScale keeps it; v if gamma was 0."""
+        return self.velocity / self._factors(
+            [rate or 1.0 for rate in self.rates.last], self.velocity.device
+        )
+
+    def _factors(self, values: Sequence[float], device: torch.device) -> torch.Tensor:
+        # Parameters that came later have other rates in the past.
+        if self.has_one_rate and len(set(values)) == 1:
+            return device_data(values[:1], torch.float32, device)
+        return self.span.per_element(values, device)
 
 
 class SlowSteps:
@@ -22,8 +192,6 @@ class SlowSteps:
     Args:
       is_sharded: whether every process keeps a part of anchor and momentum, and slow steps average
         exactly over all processes; otherwise each keeps them whole and nothing is sent.
-      is_bounded: whether the carried velocity has the bound of `Rates.carry`, for which the
-        learning rates of every update are read.
 
     Attributes:
       momentum: anchor and velocity; None before there is an anchor.
@@ -32,13 +200,10 @@ class SlowSteps:
       is_loaded: whether weights were loaded into the module since slow momentum was anchored.
     """
 
-    def __init__(
-        self, collectives: Collectives, push_sum: PushSum, *, is_sharded: bool, is_bounded: bool
-    ) -> None:
+    def __init__(self, collectives: Collectives, push_sum: PushSum, *, is_sharded: bool) -> None:
         self._collectives = collectives
         self._push_sum = push_sum
         self.is_sharded = is_sharded
-        self._is_bounded = is_bounded
         self.momentum: SlowMomentum | None = None
         self.initial: dict[str, torch.Tensor] = {}
         self.is_loaded = False
@@ -109,19 +274,15 @@ class SlowSteps:
         """
         if self.momentum is None and not self.initial:
             warnings.warn(
-                "Slow momentum is anchored at the parameters of this moment, since no forward "
-                "pass in training mode came before the first perform_slowmo(). To anchor it at "
-                "the initial ones call _init_global_momentum_buffers(optimizer) before "
-                "training.",
+                "Slow momentum is anchored at the present parameters, as no forward pass in "
+                "training mode came first: see _init_global_momentum_buffers(optimizer).",
                 stacklevel=4,
             )
             self._known = {**params.by_name}
         elif self.is_loaded:
             warnings.warn(
-                "Weights were loaded into the module, and slow momentum keeps its anchor from "
-                "before: the next slow step takes the parameters back to it. To start at what was "
-                "loaded call _init_global_momentum_buffers(optimizer) after loading, in all "
-                "processes.",
+                "Weights were loaded into the module, from which slow steps go back to the anchor: "
+                "call _init_global_momentum_buffers(optimizer) after loading.",
                 stacklevel=4,
             )
         self.is_loaded = False
@@ -133,15 +294,14 @@ class SlowSteps:
         self.initial = {}
         if groups.foreign > self._foreign:
             warnings.warn(
-                f"`optimizer` holds {groups.foreign} parameters that are not those of the module: "
-                "this wrapper leaves them as they are (another one may have them).",
+                f"`optimizer` holds {groups.foreign} parameters that are not the module's, which "
+                "are left as they are.",
                 stacklevel=4,
             )
         self._foreign = groups.foreign
         momentum.has_one_rate = groups.are_one
-        momentum.to(params.device)
-        if self._is_bounded:
-            momentum.rates.observe(groups.rates(params.device))
+        momentum.move_to(params.device)
+        momentum.rates.observe(groups.rates(params.device))
         return momentum
 
     def step(
@@ -166,7 +326,7 @@ class SlowSteps:
           otherwise nothing.
         """
         push_sum, collectives, names = self._push_sum, self._collectives, slow.span.names
-        carry = slow.rates.carry(rates, decay, is_bounded=self._is_bounded)
+        carry = slow.rates.carry(rates, decay)
         weights: list[torch.Tensor] = []
         # Masters stay numerators; the step is computed on their estimates.
         of_numerators = push_sum.moves and not self.is_sharded and params.masters is not None
@@ -183,8 +343,8 @@ class SlowSteps:
                 present = push_sum.estimates(present)
                 writes.extend(zip(params.tensors, present, strict=True))
             by_name: Mapping[str, torch.Tensor] = dict(zip(params.by_name, present, strict=True))
-            trained = params.trained() if params.masters else by_name
-            flat = flatten([trained[name] for name in names], slow.span.padded)
+            trained = params.optimizer_params() if params.masters else by_name
+            flat = flatten([trained[name] for name in names], slow.span.padded_length)
             if of_numerators:
                 flat = flat * (1 / push_sum.weight)
         if self.is_sharded:
@@ -193,7 +353,7 @@ class SlowSteps:
                 average = collectives.scatter_mean(flat)
                 if weights:
                     average = average * (1 / weights[0])
-                    push_sum.reset()
+                    push_sum.weight = torch.ones_like(weights[0])
                 slow.step(average, carry, slow_lr)
                 flat = collectives.gather(slow.anchor)
         else:
@@ -213,19 +373,18 @@ class SlowSteps:
 
     def _arrange(self, groups: Groups, params: Parameters) -> SlowMomentum:
         """Start slow momentum of the optimizers' parameters, or rearrange what there is of it."""
-        trained, device, before = params.trained(), params.device, self.momentum
+        trained, device, before = params.optimizer_params(), params.device, self.momentum
         wrong = [name for name in groups.names if trained[name].dtype != torch.float32]
         if wrong:
             raise ValueError(
                 f"`optimizer` must hold float32 parameters under slow momentum, {wrong[0]!r} is "
-                f"{trained[wrong[0]].dtype}: give it float32 masters, and those to perform_slowmo "
-                "as `fp32_params`; or set slowmo_momentum=0 and slowmo_lr=1."
+                f"{trained[wrong[0]].dtype}: give it float32 masters, and pass `fp32_params`."
             )
         self._compare(groups, params)
         anchors: dict[str, torch.Tensor] = {}
         velocities: dict[str, torch.Tensor] = {}
         if before is not None:
-            before.to(device)
+            before.move_to(device)
             anchor, velocity = before.anchor, before.velocity
             if self.is_sharded:
                 with self._collectives.graph(device, Kind.REARRANGEMENT, [anchor, velocity]):
@@ -238,11 +397,10 @@ class SlowSteps:
             initial = {name: value.to(device) for name, value in self.initial.items()}
             start = {**trained, **anchors, **initial}
             carried = [velocities.get(n, torch.zeros_like(start[n])) for n in groups.names]
-            rates = None
-            if before is not None:
-                names = enumerate(before.span.names)
-                places = {name: i for i, name in names if name not in initial}
-                rates = before.rates.of([places.get(name) for name in groups.names])
+            names = () if before is None else before.span.names
+            places = {name: i for i, name in enumerate(names) if name not in initial}
+            known = Rates([], [], []) if before is None else before.rates
+            rates = known.select([places.get(name) for name in groups.names])
             anchor = span.part([start[name] for name in groups.names])
             self.momentum = SlowMomentum(span, anchor, span.part(carried), rates)
         return self.momentum

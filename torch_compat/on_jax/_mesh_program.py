@@ -12,11 +12,10 @@ import torch
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ... import samples
-from ...batches import call_model, loss_of, map_tensors
-from ...settings import Settings
-from .._arrays import jax_dtype, keeps_values, to_numpy, to_torch
-from .._functional import Arrays, Functional
+from ..settings import Settings
+from ..tensors import call_model, dumps, loads, loss_of, map_tensors
+from ._arrays import jax_dtype, keeps_values, to_numpy, to_torch
+from ._functional import Arrays, Functional
 
 _AXIS = "device"
 
@@ -155,7 +154,7 @@ class MeshProgram:
         everything = self._params, self._carried, self._sums, self._losses, self._keys
         # All shards are taken before any program runs, since programs donate their arguments.
         shards = [
-            jax.tree.map(lambda array, device=device: _on(array, device), everything)
+            jax.tree.map(lambda array, device=device: _shard_on(array, device), everything)
             for device in self._devices
         ]
         parts = []
@@ -201,7 +200,7 @@ class MeshProgram:
 
     def _programs(self, structure: bytes) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """Compile two programs for a structure of batches: for all devices, and for one."""
-        local = self._local(samples.loads(structure))
+        local = self._local(loads(structure))
         each = P(_AXIS)
         whole = jax.shard_map(
             local,
@@ -264,10 +263,10 @@ def _split_batch(batch: Any) -> _Batch:
         return _Slot(len(tensors) - 1)
 
     structure = map_tensors(batch, take)
-    return _Batch(tensors, samples.dumps(structure))
+    return _Batch(tensors, dumps(structure))
 
 
-def _on(array: jax.Array, device: Any) -> jax.Array:
+def _shard_on(array: jax.Array, device: Any) -> jax.Array:
     """Return a device's shard of an array."""
     return next(shard.data for shard in array.addressable_shards if shard.device == device)
 

@@ -1,4 +1,4 @@
-"""The context managers of torch's DistributedDataParallel: `no_sync` and `join`."""
+"""Interfaces of other classes on the wrapper: FairScale's attributes, DDP's context managers."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,10 +8,63 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
-from ..backends import Backend, Kind
+from ._replica import Replica
+from .backends import Backend, Kind
+
+
+class NamesOfFairScale(torch.nn.Module):
+    """The attributes of FairScale's class, read from the wrapper's replica."""
+
+    _replica: Replica
+
+    @property
+    def gossip_enable(self) -> bool:
+        """True in training mode: only then SGP exchanges."""
+        return self.training
+
+    @property
+    def num_updates(self) -> int:
+        """The number of calls of `perform_slowmo` so far."""
+        return self._replica.collectives.num_updates
+
+    @num_updates.setter
+    def num_updates(self, number: int) -> None:
+        self._replica.collectives.num_updates = number
+
+    @property
+    def ps_weight(self) -> torch.Tensor:
+        """The push-sum weight w, (1,) float32."""
+        return self._replica.push_sum.weight
+
+    @ps_weight.setter
+    def ps_weight(self, weight: torch.Tensor) -> None:
+        self._replica.push_sum.weight = weight
+
+    @property
+    def is_sgp_ps_numerator(self) -> bool:
+        """True if the module holds x rather than x / w."""
+        return self._replica.push_sum.is_numerator
+
+    @property
+    def global_momentum_buffers_initialized(self) -> bool:
+        """True if there is an anchor."""
+        return self._replica.slow.momentum is not None
+
+    @property
+    def old_params(self) -> torch.Tensor | None:
+        """This process' part of the anchor, (shard,) float32."""
+        momentum = self._replica.slow.momentum
+        return None if momentum is None else momentum.anchor
+
+    @property
+    def global_momentum_buffer(self) -> torch.Tensor | None:
+        """This process' part of m, (shard,) float32; v where the learning rate was 0."""
+        momentum = self._replica.slow.momentum
+        return None if momentum is None else momentum.momentum_buffer()
+
 
 if TYPE_CHECKING:
-    from .._replica import Replica
+    from ._replica import Replica
 
 
 # The optimizers of the last call, by wrapper; a process that shadows `perform_slowmo` needs them.
@@ -110,8 +163,8 @@ class LikeDDP(Joinable):
         divides_by_all = kwargs.get("divide_by_initial_world_size", True)
         if not divides_by_all and self._replica.push_sum.is_on:
             raise ValueError(
-                "join(divide_by_initial_world_size=False) is not available with SGP, where each "
-                "node mixes with a few others that must all take part; leave it True."
+                "join(divide_by_initial_world_size=False) is not available with SGP, in which "
+                "all nodes must take part; leave it True."
             )
         self._replica.collectives.averages_over_all = divides_by_all
         return _Shadow(self)
@@ -127,9 +180,8 @@ class LikeDDP(Joinable):
         group = self._backend.join_group()
         if group is None:
             raise ValueError(
-                "join() is available over gloo alone, where processes tell each other what they "
-                f"exchange; these are connected by {self._backend.name}. Give all processes the "
-                "same number of batches, as torch.utils.data.DistributedSampler does."
+                f"join() is available over gloo alone, not {self._backend.name}: give all "
+                "processes the same number of batches, as DistributedSampler does."
             )
         return group
 
@@ -188,11 +240,11 @@ class _Shadow(JoinHook):
             elif kind == Kind.BUFFERS:
                 net._broadcast_buffers(device)
             elif kind == Kind.GRADIENTS:
-                net._replica.add_no_gradients([*net._exchanged().values()], device)
+                net._replica.add_no_gradients([*net._exchanged_params().values()], device)
             elif kind == Kind.CONSOLIDATION:
                 net.consolidated_state_dict()
             else:
-                net._exchanged()  # as others do before they come here
+                net._exchanged_params()  # as others do before they come here
                 net._start(device, must=True)
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -201,7 +253,7 @@ class _Shadow(JoinHook):
         net = self._net
         if net._replica.collectives.absent:
             device = net._device()
-            params = [*net._exchanged().values()]
+            params = [*net._exchanged_params().values()]
             net._replica.share_in_node(params, device)
             net._replica.push_sum.make_estimates(params)
             net._replica.share_optimizers_in_node(self._optimizers(), device)

@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import torch
 
-from jaxslowmo._support.private_jax import has_devices, leave_out_missing_tpu
+from jaxslowmo._support.private_jax import has_devices as has_devices
+from jaxslowmo._support.private_jax import leave_out_missing_tpu
 
-from ...errors import describe
-from ...master import MasterModel
-from ...messages import Failed, Loaded, Step, StepDone, StepStatistics
-from ...reader import SampleReader
-from ...worker import GroupFailed, Link, WorkerOptions, failure_of_device
+from ..errors import describe
+from ..master import MasterModel
+from ..messages import Failed, Loaded, Step, StepDone, StepStatistics
+from ..reader import SampleReader
+from ..worker import GroupFailed, Link, WorkerOptions, failure_of_device
 from ._mesh_program import MeshProgram
 
 _compilations = 0
@@ -25,11 +26,6 @@ def _count_compilations(event: str, duration_secs: float, **_: Any) -> None:
     global _compilations
     del duration_secs
     _compilations += event == "/jax/core/compile/backend_compile_duration"
-
-
-def is_started() -> bool:
-    """Return whether this process has devices of jax."""
-    return has_devices()
 
 
 def open_devices(num_devices: int | None) -> list[Any]:

@@ -1,13 +1,13 @@
-"""The parameters that one call updates, and float32 masters of half-precision ones."""
+"""The parameters that one call updates, their float32 masters, and their optimizers."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ._flat import flatten, unflatten
-from ._graphs import Writes
+from ._graphs import Writes, launch
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -37,10 +37,7 @@ class Masters:
     ) -> None:
         if isinstance(fp32_params, dict):
             if len(fp32_params) != 1:
-                raise ValueError(
-                    f"`fp32_params` as a dict must have one entry, got {len(fp32_params)}: "
-                    f"{', '.join(map(repr, fp32_params))}."
-                )
+                raise ValueError(f"`fp32_params` must have one entry, got {len(fp32_params)}.")
             (fp32_params,) = fp32_params.values()
         is_flat = isinstance(fp32_params, torch.Tensor)
         self.tensors = [fp32_params] if is_flat else _as_list(fp32_params)
@@ -49,26 +46,19 @@ class Masters:
             raise ValueError(
                 f"`fp32_params` must be float32, got {self.tensors[wrong[0]].dtype} at {wrong[0]}."
             )
-
-        def count(some: Mapping[str, int]) -> int:
-            return sum(some.values()) if is_flat else len(some)
-
-        present = self.tensors[0].numel() if is_flat else len(self.tensors)
+        present = [tensor.numel() for tensor in self.tensors]
         choices = [sizes, *({n: sizes[n] for n in sizes if n in names} for names in fewer)]
-        fitting = [some for some in choices if count(some) == present]
+        fitting = [
+            some
+            for some in choices
+            if present == ([sum(some.values())] if is_flat else [*some.values()])
+        ]
         if not fitting:
-            what = "the elements of all" if is_flat else "one tensor for each of the"
             raise ValueError(
-                f"`fp32_params` must have {what} parameters of the module, {count(sizes)}, got "
-                f"{present}."
+                f"`fp32_params` must have the {sum(sizes.values())} elements of the parameters in "
+                f"one tensor, or in {len(sizes)} like these, got {sum(present)} in {len(present)}."
             )
         self._sizes = fitting[0]
-        for tensor, (name, size) in zip(self.tensors, self._sizes.items(), strict=False):
-            if not is_flat and tensor.numel() != size:
-                raise ValueError(
-                    f"`fp32_params` must have {size} elements for parameter {name!r} of the "
-                    f"module, got {tensor.numel()}."
-                )
         self.names = names = [*self._sizes]
         self.held = {id(t): names if is_flat else [names[i]] for i, t in enumerate(self.tensors)}
 
@@ -114,7 +104,7 @@ class Parameters:
         frozen = {name: param for name, param in self.by_name.items() if not may_change(param)}
         return replace(self, by_name=frozen)
 
-    def trained(self) -> Mapping[str, torch.Tensor]:
+    def optimizer_params(self) -> Mapping[str, torch.Tensor]:
         """Return what the optimizer trains, by name: the masters, or the parameters themselves."""
         return self.by_name if self.masters is None else self.masters.by_name()
 
@@ -149,7 +139,82 @@ def may_change(param: torch.Tensor) -> bool:
 def _as_list(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple) and all(isinstance(v, torch.Tensor) for v in value):
         return list(value)
-    raise ValueError(
-        "`fp32_params` must be a tensor, a list of tensors, or a dict with one of these, got "
-        f"{type(value).__name__}."
-    )
+    raise ValueError(f"`fp32_params` must be tensors, got {type(value).__name__}.")
+
+
+class Groups:
+    """The groups of one or several optimizers that hold parameters, when this is made.
+
+    Args:
+      optimizers: an optimizer, or a sequence of optimizers.
+      held: maps the id of a tensor that an optimizer may hold, a parameter or its float32 master,
+        to the names of the module's parameters that it stands for.
+      order: names of the parameters to find, in the module's order.
+
+    Attributes:
+      optimizers: the optimizers.
+      names: names of the parameters that they hold, in the module's order.
+      twice: the first of these names that is held twice; None if there is none.
+      foreign: number of tensors they hold that stand for no parameter of the module.
+
+    Raises:
+      ValueError: no optimizer, or one without parameters.
+    """
+
+    def __init__(self, optimizers: Any, held: Mapping[int, Sequence[str]], order: Iterable[str]):
+        self.optimizers = as_list(optimizers)
+        self._group_of: dict[str, dict[str, Any]] = {}
+        self.foreign, self.twice, order = 0, None, dict.fromkeys(order)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for tensor in group["params"]:
+                    names = held.get(id(tensor), ())
+                    self.foreign += not names
+                    for name in names:
+                        if name in self._group_of and name in order:
+                            self.twice = self.twice or name
+                        self._group_of[name] = group
+        self.names = tuple(name for name in order if name in self._group_of)
+
+    @property
+    def are_one(self) -> bool:
+        """True if all parameters are in one group."""
+        return len({id(self._group_of[name]) for name in self.names}) == 1
+
+    def rates(self, device: torch.device) -> list[float]:
+        """Return the learning rate of each name; a negative one, at the end of a schedule, as 0.
+
+        Raises:
+          ValueError: a group has no learning rate.
+        """
+        first = {id(self._group_of[name]): name for name in reversed(self.names)}
+        of_group = {key: _rate(self._group_of[name], name, device) for key, name in first.items()}
+        return [of_group[id(self._group_of[name])] for name in self.names]
+
+
+def as_list(optimizers: Any) -> list[torch.optim.Optimizer]:
+    """Return one or several optimizers as a list.
+
+    Raises:
+      ValueError: one of them is no optimizer, or holds no parameters.
+    """
+    several = list(optimizers) if isinstance(optimizers, list | tuple) else [optimizers]
+    for optimizer in several or [optimizers]:
+        groups = getattr(optimizer, "param_groups", None)
+        if not isinstance(groups, Iterable) or not any(group["params"] for group in groups):
+            raise ValueError(
+                f"`optimizer` must be one with parameters, or a list, got {optimizer!r}."
+            )
+    return several
+
+
+def _rate(group: Mapping[str, Any], name: str, device: torch.device) -> float:
+    rate = group.get("lr")
+    if rate is None:
+        raise ValueError(
+            f"`optimizer` must have an `lr` in each group under slow momentum, got None in that of "
+            f"{name!r}: give it one, or set slowmo_momentum=0 and slowmo_lr=1."
+        )
+    if isinstance(rate, torch.Tensor) and rate.device.type == "xla":
+        launch(device)  # reading a pending value would launch its graph in no fixed order
+    return max(float(rate), 0.0)
