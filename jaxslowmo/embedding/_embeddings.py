@@ -583,7 +583,7 @@ def embeddings(
       tables: maps names to `js.Table`.
       axis_name: mesh axis whose devices share the tables, over which a replica's batch is split;
         None: each replica has its tables on one device.
-      optimizer: `js.embedding.rowwise_adagrad(...)`, `rowwise_sgd(...)` or `rowwise_adam(...)`, for
+      optimizer: `js.rowwise_adagrad(...)`, `rowwise_sgd(...)` or `rowwise_adam(...)`, for
         the tables that have none of their own (`js.Table(optimizer=...)`).
       capacity: number of slots for the distinct ids that a device requests from one owner (a device
         that holds rows), for every table or by name. "auto": as many as there can be, so that no id

@@ -53,7 +53,7 @@ class Kept:
 
 
 class AdamMoments(NamedTuple):
-    """The moments that `js.embedding.rowwise_adam` keeps for a stored array.
+    """The moments that `js.rowwise_adam` keeps for a stored array.
 
     Attributes:
       mean: (rows, dim) float32, moving mean of gradients.
@@ -71,7 +71,7 @@ class RowwiseState(NamedTuple):
       count: () int32, number of updates so far, the argument of a learning rate schedule.
       accumulators: maps a stored array to what its optimizer keeps for it: (rows,) float32 for
         `rowwise_adagrad`, (rows, dim) float32 for `rowwise_sgd` with momentum, `AdamMoments`
-        for `js.embedding.rowwise_adam`. Stored arrays for which nothing is kept are left out.
+        for `js.rowwise_adam`. Stored arrays for which nothing is kept are left out.
     """
 
     count: jax.Array
@@ -80,7 +80,7 @@ class RowwiseState(NamedTuple):
 
 @dataclass(frozen=True)
 class RowwiseOptimizer:
-    """An optimizer of table rows, such as `js.embedding.rowwise_adagrad` makes it.
+    """An optimizer of table rows, such as `js.rowwise_adagrad` makes it.
 
     Two of them are equal if the same function made them from equal arguments.
 
@@ -274,7 +274,7 @@ def rowwise_adam(
     Raises:
       ValueError: a number out of range.
 
-    Communication: with `per_row` that of `js.embedding.rowwise_adagrad`; else none.
+    Communication: with `per_row` that of `js.rowwise_adagrad`; else none.
 
     Source: FBGEMM's ADAM, and with `per_row` PARTIAL_ROWWISE_ADAM; Kingma and Ba, ICLR 2015.
     """

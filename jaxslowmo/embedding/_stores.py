@@ -22,7 +22,7 @@ from .._support.types import PyTree
 from ._optimizers import RowwiseOptimizer
 
 OWNER = "embeddings"
-MAKERS = "js.embedding.rowwise_adagrad, js.embedding.rowwise_sgd or js.embedding.rowwise_adam"
+MAKERS = "js.rowwise_adagrad, js.rowwise_sgd or js.rowwise_adam"
 # Row numbers are int32, and some numbers above the largest row mean that there is no row.
 MOST_ROWS = 2**31 - 2**20
 # Parts of a table's rows, so that 1, 2, 4, ... 64 devices store equal arrays.
@@ -50,7 +50,7 @@ class Table:
         Or a mapping from features to such names. None: no such weights.
       init: function `init(key, shape, dtype)`, as in `jax.nn.initializers`. It is called for blocks
         of rows, so it must treat all rows alike. None: uniform in +-1/sqrt(num_rows).
-      optimizer: optimizer of the rows, `js.embedding.rowwise_adagrad(...)`, `rowwise_sgd(...)` or
+      optimizer: optimizer of the rows, `js.rowwise_adagrad(...)`, `rowwise_sgd(...)` or
         `rowwise_adam(...)`; None: that of `js.embeddings`.
       dtype: dtype in which rows are stored and sent. Updates are computed in float32 and rounded to
         the nearest: in bfloat16 an update below about 1/256 of a weight is lost.
