@@ -33,7 +33,6 @@ KEPT: dict[str, str] = {
     "jaxslowmo/embedding/_embeddings.py:pooled": "public: the word of torchrec",
     "jaxslowmo/islands/_store.py:put": "the object store's own word, beside get, delete and list",
     "jaxslowmo/pipeline/_make_pipeline.py:pipelined": "public",
-    "jaxslowmo/pipeline/model/_stage_layout.py:counted": "public: the argument that takes it",
     "jaxslowmo/pipeline/schedules/_kinds.py:interleaved": "public: the word of Megatron",
     "jaxslowmo/reports/_measured.py:measured": "public",
     "jaxslowmo/train/_with_exchange.py:compiled": "public: as `compiled` of a train step",
@@ -75,9 +74,10 @@ def main() -> int:
     counts = Counter(path.relative_to(PACKAGE.parent).parts[1] for path, *_ in found)
     for name, count in sorted(counts.items()):
         print(f"{name} | {count}")
-    keys = {f"{path.relative_to(PACKAGE.parent)}:{name}" for path, _, name in found}
-    print(f"all | {len(found)}, {len(keys & set(KEPT))} of them kept for a reason")
-    return 1 if keys - set(KEPT) else 0
+    keys = [f"{path.relative_to(PACKAGE.parent)}:{name}" for path, _, name in found]
+    kept = sum(key in KEPT for key in keys)
+    print(f"all | {len(found)}, {kept} of them kept for a reason")
+    return 1 if kept < len(found) else 0
 
 
 if __name__ == "__main__":
