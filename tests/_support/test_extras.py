@@ -26,7 +26,11 @@ _ADD_AN_EXTRA = {
     [
         ("import jaxslowmo.checkpoint", "orbax", "jaxslowmo[train]"),
         ("import jaxslowmo.models", "flax", "jaxslowmo[train]"),
-        ("import jaxslowmo.islands", "obstore", "jaxslowmo[islands]"),
+        (
+            "import jaxslowmo as js; js.islands.join('run', name='a')",
+            "obstore",
+            "jaxslowmo[islands]",
+        ),
         ("from torch_compat import TPUManager", "torch", "jaxslowmo[torch]"),
         ("from torch_compat import on_jax", "torch", "jaxslowmo[torchax]"),
     ],
