@@ -25,7 +25,7 @@ from ..tree import all_finite
 
 
 @records_settings
-def only_finite(inner: ParameterTransform, *others: object, **named: object) -> ParameterTransform:
+def only_finite(inner: ParameterTransform) -> ParameterTransform:
     """Skip an exchange if any replica's parameters are NaN or infinite, and count the skipped ones.
 
     One replica that diverges would make all others NaN with the next average. This wrapper skips
@@ -42,26 +42,19 @@ def only_finite(inner: ParameterTransform, *others: object, **named: object) -> 
 
     Args:
       inner: the transform that exchanges: `js.local_sgd`, `js.sgp`, `js.slowmo`, `js.diloco`, ...
-      *others: must be empty; an axis here is a common mistake, since `inner` has its own.
-      **named: must be empty, for the same reason.
+        Its axes are those over which replicas check.
 
     Returns:
       A `js.ParameterTransform` that replaces `inner`, also as a `base`. Its phases name no round of
       gossip: the next round depends on the skipped exchanges, so programs read it from the state.
 
     Raises:
-      ValueError: more than one argument, or `inner` that is no `js.ParameterTransform`.
+      ValueError: `inner` is no `js.ParameterTransform`.
 
     Communication: that of `inner`, and before each of its exchanges one all-reduce of 4 bytes over
       all of its axes (of the largest group in `js.hierarchical_local_sgd`). This all-reduce waits
       for the gradients, so `js.sgp(overlap=1)` no longer overlaps.
     """
-    if others or named:
-        besides = [*map(repr, others), *(f"{name}={value!r}" for name, value in named.items())]
-        raise ValueError(
-            f"only_finite: takes one argument, `inner`, whose axes it uses, such as "
-            f'js.only_finite(js.local_sgd("replica")); got {besides[0]} besides.'
-        )
     if not isinstance(inner, ParameterTransform):
         raise ValueError(
             f"only_finite: `inner` must be a js.ParameterTransform such as js.local_sgd(...), got "

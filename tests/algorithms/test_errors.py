@@ -118,7 +118,6 @@ ARGUMENTS = {
     "groups": of(js.hierarchical_local_sgd, sync_every={}),
     "groups with one period": of(js.hierarchical_local_sgd, 4, sync_every={"a": 4, ("a", "b"): 4}),
     "groups not nested": of(js.hierarchical_local_sgd, "'a'", sync_every={"a": 2, ("b", "c"): 4}),
-    "guard with an axis": Refusal(lambda: js.only_finite(LOCAL, "replica"), "`inner`", "replica"),
     "guard of an optimizer": of(js.only_finite, "GradientTransformation", inner=SGD),
     "anchor of none": Refusal(lambda: js.read_anchor(LOCAL, (), PARAMS, mesh=FOUR), "`sync`"),
 }  # fmt: skip
