@@ -20,28 +20,28 @@ import numpy as np
 from ..algorithms import NormWeighted
 from ._format import (
     MAX_JSON,
-    RUN,
+    RUN_KEY,
     FormatError,
     Manifest,
-    Note,
-    Part,
-    Run,
+    Heartbeat,
+    PartHeader,
+    RunSettings,
     Shapes,
-    Snapshot,
-    Wire,
+    SnapshotHeader,
+    PartCodec,
     check_settings,
     concatenate,
     dump,
     manifest_key,
     max_num_bytes,
     missing_key,
-    note_key,
+    heartbeat_key,
     parse_arrays,
     parse_header,
     parse_island,
     parse_round,
     part_key,
-    read_note,
+    read_heartbeat,
     read_run,
     round_folder,
     sha256,
@@ -49,7 +49,7 @@ from ._format import (
     split_like,
 )
 from ._optimizer import HostOptimizer
-from ._store import IslandsError, Store, StoreError, TooLargeError
+from ._store import IslandsError, RetryingStore, StoreError, TooLargeError
 
 _POLL_SECONDS = 0.05, 2.0  # the first and the longest pause between two looks at a round
 _PROGRESS_SECONDS = 30.0
@@ -111,7 +111,7 @@ class _ReceivedPart:
     """
 
     key: str
-    header: Part | None = None
+    header: PartHeader | None = None
     payload: np.ndarray | None = None
     norm: float = 0.0
     rejection: str | None = None
@@ -121,7 +121,7 @@ class _PendingPart(NamedTuple):
     """The part of this island in a round that is not decided yet, whether or not it is there."""
 
     key: str
-    header: Part
+    header: PartHeader
     payload: np.ndarray
     displacement: np.ndarray
     residual: np.ndarray | None  # what the codec will not have sent
@@ -150,7 +150,7 @@ class Rounds:
       optimizer: the outer optimizer.
       wire: how displacements travel.
       settings: what all islands must agree on; `run` and `digest` are those of the store's run.
-      say: function that shows one line to the user.
+      log: function that shows one line to the user.
 
     Attributes:
       anchor: the anchor from which this island's displacement is measured.
@@ -159,19 +159,19 @@ class Rounds:
     """
 
     anchor: Anchor
-    run: Run
+    run: RunSettings
 
     def __init__(
         self,
-        store: Store,
+        store: RetryingStore,
         rules: Rules,
         optimizer: HostOptimizer,
-        wire: Wire,
-        settings: Run,
-        say: Callable[[str], None],
+        wire: PartCodec,
+        settings: RunSettings,
+        log: Callable[[str], None],
     ) -> None:
-        self._store, self._rules, self._optimizer, self._wire = store, rules, optimizer, wire
-        self._settings, self._clock, self._say = settings, store.clock, say
+        self._store, self._rules, self._optimizer, self._part_codec = store, rules, optimizer, wire
+        self._settings, self._clock, self._log = settings, store.clock, log
         self._process = secrets.token_hex(8)
         self._pending_part: _PendingPart | None = None
         self._missed_last_round = False  # whether the last round was decided without this island
@@ -188,7 +188,7 @@ class Rounds:
 
         Args:
           start: the values with which it would begin.
-          known: the `Run.short_id` of the run to which they belong; 0: none, so they may begin one.
+          known: the `RunSettings.short_id` of the run to which they belong; 0: none, so they may begin one.
 
         Raises:
           ValueError: it would begin the run with values that are not finite.
@@ -207,7 +207,7 @@ class Rounds:
             run = read_run(self._store)  # another island may just have begun it
             if run is None:
                 raise IslandsError(
-                    f"{self._store.url} holds rounds of a run and no {RUN}: put it back, or take "
+                    f"{self._store.url} holds rounds of a run and no {RUN_KEY}: put it back, or take "
                     "an empty folder."
                 )
         if run is None:
@@ -216,16 +216,16 @@ class Rounds:
             first = Anchor(0, list(start), self._optimizer.init(start))
             name = secrets.token_hex(8)
             self._write_snapshot(first, name)
-            mine = Run(**{**vars(self._settings), "run": name, "digest": first.digest})
-            self._store.create(RUN, mine.dumps().encode())
+            mine = RunSettings(**{**vars(self._settings), "run": name, "digest": first.digest})
+            self._store.create(RUN_KEY, mine.dumps().encode())
             run = read_run(self._store)
             if run is None:
-                raise StoreError(f"get {self._store.url}/{RUN}: it was written and is not there.")
+                raise StoreError(f"get {self._store.url}/{RUN_KEY}: it was written and is not there.")
         check_settings(self._store.url, run, self._settings)
         self.run, self._settings = run, run
         self.anchor, _ = self._wait_for_anchor()
         self._announce()
-        self._write_note(0, self._store.traffic.sent, self._store.traffic.received)
+        self._write_heartbeat(0, self._store.traffic.sent, self._store.traffic.received)
 
     @np.errstate(all="ignore")
     def resume(
@@ -252,7 +252,7 @@ class Rounds:
         listed = [x.round for x in manifests if x is not None and name in x.islands()]
         # Of a round that was cleaned up nobody knows whether it left the part out.
         if any(name in self._counted.get(x, {name}) for x in listed):
-            self._say(
+            self._log(
                 f"an earlier process has contributed since round {number}: progress that was "
                 "saved is not sent again"
             )
@@ -261,7 +261,7 @@ class Rounds:
             return Outcome(self.anchor, None, is_counted)
         start = self._find_anchor(number) if share else None
         if start is None:
-            self._say(
+            self._log(
                 f"the run has come to round {self.anchor.round}; progress since round {number} is "
                 "dropped"
             )
@@ -299,7 +299,7 @@ class Rounds:
                 manifest = self._wait_for_manifest()
             anchor, counted = self._wait_for_anchor(manifest)
         except StoreError as error:
-            self._say(f"{error}. Training goes on; the next exchange sends this progress, too.")
+            self._log(f"{error}. Training goes on; the next exchange sends this progress, too.")
             return None
         pending = self._pending_part
         # What was removed before this island could read it was listed, so the others counted it.
@@ -321,9 +321,9 @@ class Rounds:
             if manifest.author == self._rules.name:
                 self._rotate_snapshots(anchor)
             self._check_name()
-            self._write_note(updates, *before)
+            self._write_heartbeat(updates, *before)
         except (StoreError, _PartNotFoundError) as error:
-            self._say(f"after round {closed.round}: {error}")
+            self._log(f"after round {closed.round}: {error}")
         return Outcome(self.anchor, remainder, is_counted)
 
     @np.errstate(all="ignore")
@@ -365,18 +365,18 @@ class Rounds:
         self._write_part(self._pending_part)
 
     def _write_part(self, part: _PendingPart) -> None:
-        data = dump(part.header, dict.fromkeys(self._wire.shapes, part.payload))
+        data = dump(part.header, dict.fromkeys(self._part_codec.shapes, part.payload))
         self._store.put(part.key, data)
 
     def _make_part(self, displacement: np.ndarray, weight: float, updates: int) -> _PendingPart:
         number, name, part = self.anchor.round, self._rules.name, displacement
-        if self._wire.error_feedback and self.residual is not None:
+        if self._part_codec.error_feedback and self.residual is not None:
             part = displacement + self.residual
-        payload = self._wire.encode(part)
-        header = Part(
+        payload = self._part_codec.encode(part)
+        header = PartHeader(
             self.run.run, number, name, self.anchor.digest, weight, updates, sha256(payload)
         )  # fmt: skip
-        residual = part - self._wire.decode(payload) if self._wire.error_feedback else None
+        residual = part - self._part_codec.decode(payload) if self._part_codec.error_feedback else None
         return _PendingPart(
             part_key(number, name, self._process), header, payload, displacement, residual
         )
@@ -411,7 +411,7 @@ class Rounds:
                 until = f"for {left:.0f} s at most"
                 if len(present) < rules.quorum:
                     until = f"{len(present)} of quorum={rules.quorum} parts are there"
-                self._say(f"round {number}: waiting for {whom}, {until}")
+                self._log(f"round {number}: waiting for {whom}, {until}")
             clock.sleep(max(0.01, min(pause, left)) if left > 0 else pause)
             pause = min(1.5 * pause, longest)
 
@@ -471,12 +471,12 @@ class Rounds:
             return None if sent is displacement else displacement - sent
         earlier = next((key for key in manifest.parts if parse_island(key) == name), None)
         if earlier is not None and (counted is None or earlier in counted):
-            self._say(f"round {number}: an earlier process of {name} has contributed already")
+            self._log(f"round {number}: an earlier process of {name} has contributed already")
             self._reset_residual()
             return None
         share = self._rules.late_share
         what = f"carries {share:g} of its progress over" if share else "drops its progress"
-        self._say(f"round {number} closed without {name}, which {what}")
+        self._log(f"round {number} closed without {name}, which {what}")
         return displacement * np.float32(share) if share else None
 
     def _reset_residual(self) -> None:
@@ -488,14 +488,14 @@ class Rounds:
         """Return what a codec has not sent yet; zeros if it is not finite."""
         if residual is None or _are_finite([residual]):
             return residual
-        self._say("what the codec had not sent is not finite, and starts anew")
+        self._log("what the codec had not sent is not finite, and starts anew")
         return np.zeros_like(residual)
 
     def _drop_if_not_finite(self, rest: np.ndarray | None, number: int) -> np.ndarray | None:
         """Return progress that an island keeps; None if it is not finite."""
         if rest is None or _are_finite([rest]):
             return rest
-        self._say(f"round {number}: progress that is not finite is dropped")
+        self._log(f"round {number}: progress that is not finite is dropped")
         return None
 
     # From anchor to anchor.
@@ -529,10 +529,10 @@ class Rounds:
                 )
             if gone is None:
                 self._clock.sleep(_POLL_SECONDS[1])
-            elif self._is_cleaned_up(gone, start_time):
+            elif self._wait_for_part(gone, start_time):
                 manifest = None  # the newest snapshot is after this round
 
-    def _is_cleaned_up(self, part: str, start_time: float) -> bool:
+    def _wait_for_part(self, part: str, start_time: float) -> bool:
         """Wait until a listed part is there, or will never be; return whether it was cleaned up."""
         number, longest = parse_round(part) or 0, _POLL_SECONDS[1]
         while True:
@@ -569,7 +569,7 @@ class Rounds:
           is_live: whether `anchor` was kept in memory; else it was just computed from the store.
         """
         received = [self._read_part(key, anchor.round) for key in manifest.parts]
-        anchor = self._majority_anchor(anchor, manifest, received, is_live)
+        anchor = self._reject_other_anchors(anchor, manifest, received, is_live)
         counting = [x for x in received if x.rejection is None]
         norms, most = np.array([x.norm for x in counting]), self.run.max_norm_ratio
         factors = NormWeighted(most).factors(norms) if counting else ()
@@ -581,7 +581,7 @@ class Rounds:
         for part in received:
             if part.rejection is not None:
                 who = parse_island(part.key)
-                self._say(
+                self._log(
                     f"round {anchor.round}: the part of {who} is left out: it {part.rejection}"
                 )
         counting = [x for x in counting if x.rejection is None]
@@ -590,7 +590,7 @@ class Rounds:
             mean = split_like(self._weighted_mean(counting), anchor.values)
             values, outer = self._optimizer.step(mean, anchor.outer, anchor.values)
             if not _are_finite([*values, *outer]):
-                self._say(f"round {anchor.round}: an outer step that is not finite is not taken")
+                self._log(f"round {anchor.round}: an outer step that is not finite is not taken")
                 values, outer, counting = anchor.values, anchor.outer, []
         if not is_live:
             self._counted[anchor.round] = {parse_island(x.key) or "" for x in counting}
@@ -604,7 +604,7 @@ class Rounds:
         whole, mean = sum(weights), None
         for part, weight in zip(parts, weights, strict=True):
             assert part.payload is not None
-            term = self._wire.decode(part.payload) * np.float32(weight / whole)
+            term = self._part_codec.decode(part.payload) * np.float32(weight / whole)
             mean = term if mean is None else np.add(mean, term, out=mean)
         assert mean is not None
         return mean
@@ -625,8 +625,8 @@ class Rounds:
                 return part
             if data is None:
                 raise _PartNotFoundError(key)
-            part.header = head = parse_header(data, Part)
-            (part.payload,) = parse_arrays(data, self._wire.shapes)
+            part.header = head = parse_header(data, PartHeader)
+            (part.payload,) = parse_arrays(data, self._part_codec.shapes)
         except (TooLargeError, FormatError) as error:
             part.rejection = f"is unreadable: {error}"
             return part
@@ -640,12 +640,12 @@ class Rounds:
             pending = self._pending_part
             if pending is not None and pending.key == key and head.sha256 == pending.header.sha256:
                 part.payload = pending.payload  # the same bytes, once in memory
-            part.norm = _norm(self._wire.decode(part.payload))
+            part.norm = _norm(self._part_codec.decode(part.payload))
             if not math.isfinite(part.norm):
                 part.rejection = "holds values that are not finite"
         return part
 
-    def _majority_anchor(
+    def _reject_other_anchors(
         self, anchor: Anchor, manifest: Manifest, received: list[_ReceivedPart], is_live: bool
     ) -> Anchor:
         """Return the anchor from which most parts are measured, and leave out the others.
@@ -683,7 +683,7 @@ class Rounds:
         or if its NumPy computes in another way: then a snapshot of the others does.
         """
         number, clock = anchor.round, self._clock
-        self._say(
+        self._log(
             f"round {number}: this island's anchor is {anchor.digest[:16]}, and that of most parts "
             f"{right[:16]}; it adopts theirs"
         )
@@ -733,22 +733,22 @@ class Rounds:
             data = self._store.get(key, self._snapshot_limit)
             if data is None:
                 return None
-            head = parse_header(data, Snapshot)
+            head = parse_header(data, SnapshotHeader)
             arrays = parse_arrays(data, shapes)
         except (TooLargeError, FormatError) as error:
-            self._say(f"{self._store.url}/{key} is unreadable: {error}")
+            self._log(f"{self._store.url}/{key} is unreadable: {error}")
             return None
         count = len(self._settings.leaves)
         anchor = Anchor(head.round, arrays[:count], arrays[count:])
         # Two islands that would begin a run with the same values write the same first snapshot.
         is_of_run = anchor.round == 0 or head.run == self.run.run
         if not is_of_run or key != snapshot_key(anchor.round, anchor.digest):
-            self._say(f"{self._store.url}/{key} is of another run, round or digest")
+            self._log(f"{self._store.url}/{key} is of another run, round or digest")
             return None
         return anchor
 
     def _write_snapshot(self, anchor: Anchor, run: str) -> None:
-        header = Snapshot(run, anchor.round, anchor.digest)
+        header = SnapshotHeader(run, anchor.round, anchor.digest)
         names = self._snapshot_shapes()
         arrays = dict(zip(names, [*anchor.values, *anchor.outer], strict=True))
         self._store.put(snapshot_key(anchor.round, anchor.digest), dump(header, arrays))
@@ -804,8 +804,8 @@ class Rounds:
 
     def _check_name(self) -> None:
         """Raise `IslandsError` if another process has this island's name, or the run is gone."""
-        key = note_key(self._rules.name)
-        note = read_note(self._store, key)
+        key = heartbeat_key(self._rules.name)
+        note = read_heartbeat(self._store, key)
         if note is not None and note.run == self.run.run and note.process != self._process:
             raise IslandsError(
                 f"{self._store.url}/{key}: another process has joined as {self._rules.name!r}; "
@@ -816,17 +816,17 @@ class Rounds:
             if run is None or run.run != self.run.run:
                 found = "" if run is None else f", but {run.run}"
                 raise IslandsError(
-                    f"{self._store.url}/{RUN}: the run {self.run.run} of this island is not here "
+                    f"{self._store.url}/{RUN_KEY}: the run {self.run.run} of this island is not here "
                     f"any more{found}. Was the bucket emptied?"
                 )
 
-    def _write_note(self, updates: int, sent: int, received: int) -> None:
+    def _write_heartbeat(self, updates: int, sent: int, received: int) -> None:
         traffic, name = self._store.traffic, self._rules.name
-        note = Note(
+        note = Heartbeat(
             self.run.run, name, self._process, self.anchor.round, updates,
             traffic.sent - sent, traffic.received - received,
         )  # fmt: skip
-        self._store.put(note_key(name), note.dumps().encode())
+        self._store.put(heartbeat_key(name), note.dumps().encode())
 
 
 def _are_finite(arrays: Sequence[np.ndarray]) -> bool:

@@ -10,12 +10,12 @@ import jaxslowmo as js
 from islands.test_trust import NAN, SIZE, UNIT, life, moved, part
 from islands.world import Process, World
 from jaxslowmo.islands import IslandsError, _format
-from jaxslowmo.islands._format import Manifest, Run, Wire, leaf_descriptions, manifest_key, part_key
+from jaxslowmo.islands._format import Manifest, RunSettings, PartCodec, leaf_descriptions, manifest_key, part_key
 from jaxslowmo.islands._optimizer import HostOptimizer
 from jaxslowmo.islands._rounds import Anchor, Rounds, Rules
-from jaxslowmo.islands._store import Store
+from jaxslowmo.islands._store import RetryingStore
 
-CODED = Wire(js.codecs.int8(block=SIZE), SIZE)
+CODED = PartCodec(js.codecs.int8(block=SIZE), SIZE)
 KEEPS_ONE: Any = {"snapshot_every": 1, "keep": 1}
 
 
@@ -305,9 +305,9 @@ def named_rounds(process: Any, names: list[str]) -> Rounds:
     shapes = [(1,)] * len(names)
     optimizer = HostOptimizer(optax.sgd(1.0), [np.zeros(shape, np.float32) for shape in shapes])
     quiet = lambda line: None  # noqa: E731
-    store = Store(process, "memory://run", 5.0, process.clock, quiet)
-    agreed = Run("", "", "1", "None", optimizer.text, leaf_descriptions(names, shapes))
-    wire = Wire(None, len(names))
+    store = RetryingStore(process, "memory://run", 5.0, process.clock, quiet)
+    agreed = RunSettings("", "", "1", "None", optimizer.fingerprint, leaf_descriptions(names, shapes))
+    wire = PartCodec(None, len(names))
     return Rounds(store, Rules("a"), optimizer, wire, agreed, quiet)
 
 

@@ -15,11 +15,11 @@ from islands.world import Process, World
 from jaxslowmo.islands import IslandsError
 from jaxslowmo.islands._format import (
     Manifest,
-    Note,
-    Part,
-    Run,
-    Snapshot,
-    Wire,
+    Heartbeat,
+    PartHeader,
+    RunSettings,
+    SnapshotHeader,
+    PartCodec,
     dump,
     manifest_key,
     parse_header,
@@ -28,12 +28,12 @@ from jaxslowmo.islands._format import (
 )
 from jaxslowmo.islands._optimizer import HostOptimizer
 from jaxslowmo.islands._rounds import Anchor, Rounds, Rules
-from jaxslowmo.islands._store import Store
+from jaxslowmo.islands._store import RetryingStore
 
 SIZE, DEADLINE = 8, 20.0
 OPTIMIZER = HostOptimizer(optax.sgd(1.0), [np.zeros(SIZE, np.float32)])
 UNIT = np.eye(SIZE, dtype=np.float32)
-PLAIN = Wire(None, SIZE)
+PLAIN = PartCodec(None, SIZE)
 
 
 def life(
@@ -41,7 +41,7 @@ def life(
     world: World,
     act: Callable[[Rounds], object],
     start: float = 0.0,
-    wire: Wire = PLAIN,
+    wire: PartCodec = PLAIN,
     optimizer: HostOptimizer = OPTIMIZER,
     **options: Any,
 ) -> tuple[Process, list[str]]:
@@ -49,8 +49,8 @@ def life(
     said: list[str] = []
 
     def run(process: Process) -> None:
-        store = Store(process, "memory://run", 5.0, process.clock, said.append)
-        agreed = Run("", "", "1", "None", optimizer.text, [f"w[{SIZE}]"])
+        store = RetryingStore(process, "memory://run", 5.0, process.clock, said.append)
+        agreed = RunSettings("", "", "1", "None", optimizer.fingerprint, [f"w[{SIZE}]"])
         rules = Rules(name, deadline_seconds=DEADLINE, **options)
         rounds = Rounds(store, rules, optimizer, wire, agreed, said.append)
         rounds.join([np.zeros(SIZE, np.float32)])
@@ -65,9 +65,9 @@ def moved(rounds: Rounds, by: np.ndarray) -> None:
     rounds.exchange([rounds.anchor.values[0] - by], 1.0, 1)
 
 
-def part(run: Run, island: str, sent: np.ndarray, **header: Any) -> bytes:
+def part(run: RunSettings, island: str, sent: np.ndarray, **header: Any) -> bytes:
     """Return a part of round 0, whose header may be another one."""
-    head = Part(run.run, 0, island, run.digest, 1.0, 1, sha256(sent))
+    head = PartHeader(run.run, 0, island, run.digest, 1.0, 1, sha256(sent))
     return dump(dataclasses.replace(head, **header), {"displacement": sent})
 
 
@@ -78,7 +78,7 @@ def same(anchor: Anchor, until: int | None = None) -> Anchor:
 
 
 NAN, INF = (np.where(UNIT[3] > 0, np.float32(x), UNIT[2]) for x in (np.nan, np.inf))
-BAD_PARTS: dict[str, tuple[Callable[[Run], bytes], str]] = {
+BAD_PARTS: dict[str, tuple[Callable[[RunSettings], bytes], str]] = {
     "truncated": (lambda run: part(run, "bad", UNIT[3])[:-4], "is unreadable: no safetensors"),
     "pickle": (lambda run: pickle.dumps({"displacement": UNIT[3]}), "is unreadable: no safeten"),
     "empty": (lambda run: b"", "is unreadable: no safetensors"),
@@ -204,7 +204,7 @@ def test_who_joins_after_a_part_was_damaged_adopts_the_anchor_of_those_who_were_
     np.testing.assert_allclose(ends[0].values[0], -5 * UNIT[direction], rtol=1e-6)
 
 
-GARBAGE: dict[str, tuple[Callable[[Run], bytes], str]] = {
+GARBAGE: dict[str, tuple[Callable[[RunSettings], bytes], str]] = {
     "half of it": (lambda run: b'{"version": 1', "is unreadable: no JSON object"),
     "too large": (lambda run: bytes(2 << 20), "is unreadable: 2097152 bytes"),
     "another schema": (lambda run: run.dumps().encode(), "is unreadable: fields"),
@@ -245,11 +245,11 @@ def test_a_manifest_that_is_garbage_is_named(kind):
 @pytest.mark.parametrize(
     "record",
     [
-        Run("r", "d", "1", "None", "o", ["w[2,3]", "b[]"], 5.0),
-        Part("r", 7, "a-b.c_d", "d", 0.5, 12, "s"),
+        RunSettings("r", "d", "1", "None", "o", ["w[2,3]", "b[]"], 5.0),
+        PartHeader("r", 7, "a-b.c_d", "d", 0.5, 12, "s"),
         Manifest("r", 7, "a", ["rounds/00000007/part-a-0"]),
-        Snapshot("r", 7, "d"),
-        Note("r", "a", "p", 1, 2, 3, 4),
+        SnapshotHeader("r", 7, "d"),
+        Heartbeat("r", "a", "p", 1, 2, 3, 4),
     ],
 )
 def test_a_header_is_read_as_it_was_written(record):
