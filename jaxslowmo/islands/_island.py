@@ -39,6 +39,7 @@ from ..transform import (
     wrap_algorithm,
 )
 from ..tree import Staged, leaf_names, parts_of
+from ._anchors import Rules
 from ._format import (
     PartCodec,
     RunSettings,
@@ -50,7 +51,7 @@ from ._format import (
     split_like,
 )
 from ._optimizer import HostOptimizer, checked_optimizer
-from ._rounds import Outcome, Rounds, Rules
+from ._rounds import Outcome, Rounds
 from ._status import Status, status
 from ._store import Clock, IslandsError, ObstoreClient, RetryingStore, Traffic, parse_url
 
@@ -253,7 +254,7 @@ class Island:
             return state
         self.round = result.round
         state = _move_replicas(state, result.target, self._merge if result.is_counted else 0.0)
-        return state if island_state is None else _with_island_state_of(state, island_state, result)
+        return state if island_state is None else _update_island_state(state, island_state, result)
 
     def _join_or_exchange(
         self,
@@ -468,7 +469,8 @@ def join(
     store = None
     if jax.process_index() == 0:
         store = RetryingStore(
-            ObstoreClient(url), url, min(deadline_seconds, _JOIN_SECONDS), Clock(), log)
+            ObstoreClient(url), url, min(deadline_seconds, _JOIN_SECONDS), Clock(), log
+        )
         run = read_run(store)
         if run is not None:
             check_settings(store.url, run, settings)
@@ -573,7 +575,8 @@ def _broadcast_result(
       run: function that returns the result; only the first process calls it.
       like: arrays of the shapes of `target`, which the other processes pass to the broadcast.
     """
-    result, message = None, {"error": "", "numbers": None, "has_residual": False}
+    result: _ExchangeResult | None = None
+    message: dict[str, Any] = {"error": "", "numbers": None, "has_residual": False}
     if jax.process_index() == 0:
         try:
             result = run()
@@ -589,11 +592,12 @@ def _broadcast_result(
         raise IslandsError(message["error"])
     if message["numbers"] is None:
         return None
+    run_id, number, is_counted = message["numbers"]
     arrays = [like if result is None else result.target]
     if message["has_residual"]:
         arrays.append(like if result is None or result.residual is None else result.residual)
     target, *residual = jax.tree.map(np.asarray, send(arrays))
-    return _ExchangeResult(target, *message["numbers"], residual[0] if residual else None)
+    return _ExchangeResult(target, run_id, number, is_counted, residual[0] if residual else None)
 
 
 def _check_state(state: "TrainState") -> None:
@@ -693,7 +697,7 @@ def _jitted_merge(sharding: Any, merge: float) -> Callable[[jax.Array, Any], jax
     return jax.jit(merge_into, out_shardings=sharding)
 
 
-def _with_island_state_of(
+def _update_island_state(
     state: "TrainState", island_state: IslandState, result: _ExchangeResult
 ) -> "TrainState":
     """Return the state with the `IslandState` after an exchange."""

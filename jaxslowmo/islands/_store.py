@@ -244,7 +244,11 @@ class RetryingStore:
         """Return an object; None if there is none."""
         try:
             data = self._retry(
-                "get", key, lambda: self._object_store.get(key, limit), FileNotFoundError, TooLargeError
+                "get",
+                key,
+                lambda: self._object_store.get(key, limit),
+                FileNotFoundError,
+                TooLargeError,
             )
         except FileNotFoundError:
             return None
@@ -257,7 +261,9 @@ class RetryingStore:
         After a failure that took effect nevertheless the answer is False.
         """
         try:
-            self._retry("create", key, lambda: self._object_store.create(key, data), FileExistsError)
+            self._retry(
+                "create", key, lambda: self._object_store.create(key, data), FileExistsError
+            )
         except FileExistsError:
             return False
         self.traffic.sent += len(data)
@@ -315,7 +321,6 @@ class RetryingStore:
                 pause = min(2 * pause, 5.0)
             else:
                 return result
-
 
 
 def _error_line(error: Exception) -> str:

@@ -13,13 +13,14 @@ from safetensors.numpy import save
 
 from islands.world import Process, World
 from jaxslowmo.islands import IslandsError
+from jaxslowmo.islands._anchors import Anchor, Rules
 from jaxslowmo.islands._format import (
-    Manifest,
     Heartbeat,
+    Manifest,
+    PartCodec,
     PartHeader,
     RunSettings,
     SnapshotHeader,
-    PartCodec,
     dump,
     manifest_key,
     parse_header,
@@ -27,7 +28,7 @@ from jaxslowmo.islands._format import (
     sha256,
 )
 from jaxslowmo.islands._optimizer import HostOptimizer
-from jaxslowmo.islands._rounds import Anchor, Rounds, Rules
+from jaxslowmo.islands._rounds import Rounds
 from jaxslowmo.islands._store import RetryingStore
 
 SIZE, DEADLINE = 8, 20.0
@@ -41,7 +42,7 @@ def life(
     world: World,
     act: Callable[[Rounds], object],
     start: float = 0.0,
-    wire: PartCodec = PLAIN,
+    part_codec: PartCodec = PLAIN,
     optimizer: HostOptimizer = OPTIMIZER,
     **options: Any,
 ) -> tuple[Process, list[str]]:
@@ -52,7 +53,7 @@ def life(
         store = RetryingStore(process, "memory://run", 5.0, process.clock, said.append)
         agreed = RunSettings("", "", "1", "None", optimizer.fingerprint, [f"w[{SIZE}]"])
         rules = Rules(name, deadline_seconds=DEADLINE, **options)
-        rounds = Rounds(store, rules, optimizer, wire, agreed, said.append)
+        rounds = Rounds(store, rules, optimizer, part_codec, agreed, said.append)
         rounds.join([np.zeros(SIZE, np.float32)])
         process.sleep(1.0)  # until all have joined
         act(rounds)
@@ -67,12 +68,12 @@ def moved(rounds: Rounds, by: np.ndarray) -> None:
 
 def part(run: RunSettings, island: str, sent: np.ndarray, **header: Any) -> bytes:
     """Return a part of round 0, whose header may be another one."""
-    head = PartHeader(run.run, 0, island, run.digest, 1.0, 1, sha256(sent))
+    head = PartHeader(run.run_id, 0, island, run.digest, 1.0, 1, sha256(sent))
     return dump(dataclasses.replace(head, **header), {"displacement": sent})
 
 
 def same(anchor: Anchor, until: int | None = None) -> Anchor:
-    """Stand in for `Rounds._compute_anchor` on a machine that computes wrongly."""
+    """Stand in for `Anchors.compute` on a machine that computes wrongly."""
     del until
     return anchor
 
@@ -99,7 +100,8 @@ BAD_PARTS: dict[str, tuple[Callable[[RunSettings], bytes], str]] = {
     "weight 0": (lambda run: part(run, "bad", UNIT[3], weight=0.0), "has weight 0"),
     "weight < 0": (lambda run: part(run, "bad", UNIT[3], weight=-1.0), "other types: weight"),
     "another run": (
-        lambda run: part(dataclasses.replace(run, run="x"), "bad", UNIT[3]), "belongs to another",
+        lambda run: part(dataclasses.replace(run, run_id="x"), "bad", UNIT[3]),
+        "belongs to another",
     ),
     "another round": (lambda run: part(run, "bad", UNIT[3], round=1), "belongs to another run"),
     "another island": (lambda run: part(run, "good", UNIT[3]), "belongs to another run"),
@@ -119,7 +121,7 @@ def test_a_bad_part_is_left_out_by_all_and_named(kind):
     anchors: list[Anchor] = []
 
     def act(rounds: Rounds) -> None:
-        objects, run = world.objects, rounds.run
+        objects, run = world.objects, rounds.settings
         for i, island in enumerate(["good", "more"]):
             objects[part_key(0, island, "0")] = part(run, island, UNIT[i])
         objects[part_key(0, "bad", "0")] = bad(run)
@@ -155,7 +157,7 @@ def test_an_island_that_diverged_adopts_the_anchor_of_most(is_memory):
                 values[0].view(np.uint32)[0] ^= 1 << 20
                 rounds.anchor = Anchor(number, values, rounds.anchor.outer)
                 if not is_memory:  # its NumPy computes the same wrong value again
-                    rounds._compute_anchor = functools.partial(same, rounds.anchor)
+                    rounds._anchors.compute = functools.partial(same, rounds.anchor)
             moved(rounds, UNIT[number])
         ends.append(rounds.anchor)
 
@@ -210,17 +212,17 @@ GARBAGE: dict[str, tuple[Callable[[RunSettings], bytes], str]] = {
     "another schema": (lambda run: run.dumps().encode(), "is unreadable: fields"),
     "another run": (lambda run: Manifest("x", 0, "a").dumps().encode(), "belongs to another run"),
     "parts of another round": (
-        lambda run: Manifest(run.run, 0, "a", [part_key(1, "a", "0")]).dumps().encode(),
+        lambda run: Manifest(run.run_id, 0, "a", [part_key(1, "a", "0")]).dumps().encode(),
         "one part of each island",
     ),
     "two parts of an island": (
         lambda run: Manifest(
-            run.run, 0, "a", [part_key(0, "a", "0"), part_key(0, "a", "1")]
+            run.run_id, 0, "a", [part_key(0, "a", "0"), part_key(0, "a", "1")]
         ).dumps().encode(),
         "one part of each island",
     ),
     "no part": (
-        lambda run: Manifest(run.run, 0, "a", ["run.json"]).dumps().encode(),
+        lambda run: Manifest(run.run_id, 0, "a", ["run.json"]).dumps().encode(),
         "one part of each island",
     ),
 }  # fmt: skip
@@ -232,7 +234,7 @@ def test_a_manifest_that_is_garbage_is_named(kind):
     world = World(lambda n: 0)
 
     def act(rounds: Rounds) -> None:
-        world.objects[manifest_key(0)] = garbage(rounds.run)
+        world.objects[manifest_key(0)] = garbage(rounds.settings)
         with pytest.raises(IslandsError, match=message) as error:
             moved(rounds, UNIT[0])
         assert str(error.value).startswith("memory://run/rounds/00000000/manifest.json ")
