@@ -198,10 +198,10 @@ class Anchors:
         weights = [x.header.weight for x in parts if x.header is not None]
         if math.isinf(sum(weights)):
             weights = [math.ldexp(x, -64) for x in weights]  # exact, and so are their shares
-        whole, mean = sum(weights), None
+        total, mean = sum(weights), None
         for part, weight in zip(parts, weights, strict=True):
             assert part.payload is not None
-            term = self._part_codec.decode(part.payload) * np.float32(weight / whole)
+            term = self._part_codec.decode(part.payload) * np.float32(weight / total)
             mean = term if mean is None else np.add(mean, term, out=mean)
         assert mean is not None
         return mean
@@ -309,11 +309,8 @@ class Anchors:
         except (TooLargeError, FormatError) as error:
             part.rejection = f"is unreadable: {error}"
             return part
-        if (head.run_id, head.round, head.island) != (
-            self.settings.run_id,
-            number,
-            parse_island(key),
-        ):
+        expected = self.settings.run_id, number, parse_island(key)
+        if (head.run_id, head.round, head.island) != expected:
             part.rejection = "belongs to another run, round or island"
         elif head.sha256 != sha256(part.payload):
             part.rejection = "has another SHA-256 than its header says"

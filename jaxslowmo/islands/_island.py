@@ -70,7 +70,9 @@ class IslandState(NamedTuple):
     run: jax.Array  # () uint32, from the name of the run; 0 before the island has joined
     round: jax.Array  # () int32, the round from whose anchor the parameters come
     exchanged: jax.Array  # () int32, updates at the last exchange
-    lost: PyTree  # float32, like the parameters: what the codec has not sent yet; () without one
+    # Float32, like the parameters: the residual, which the codec has not sent yet; () without error
+    # feedback. Checkpoints know it by this name.
+    lost: PyTree
 
 
 def transform(

@@ -226,7 +226,7 @@ class Rounds:
         self._store.restart_patience()
         displacement = concatenate([x - y for x, y in zip(self.anchor.values, values, strict=True)])
         try:
-            self._check_name()
+            self._check_still_joined()
             manifest = self._anchors.read_manifest(self.anchor.round)
             if manifest is None:
                 self._send_part(displacement, weight, updates)
@@ -250,12 +250,12 @@ class Rounds:
             if self.anchor.round > closed.round + 1 or is_out:
                 self._announce()
             if is_out and self._missed_last_round and remainder is not None:
-                # The others wait for it, but not for so long as it takes.
+                # Else it would be late again: the others wait for it only until their deadline.
                 self._send_part(remainder, weight, updates)
             self._missed_last_round = is_out
             if manifest.author == self._rules.name:
                 self._anchors.rotate_snapshots(anchor)
-            self._check_name()
+            self._check_still_joined()
             self._write_heartbeat(updates, *before)
         except (StoreError, PartNotFoundError) as error:
             self._log(f"after round {closed.round}: {error}")
@@ -494,7 +494,7 @@ class Rounds:
 
     # The island's heartbeat.
 
-    def _check_name(self) -> None:
+    def _check_still_joined(self) -> None:
         """Raise `IslandsError` if another process has this island's name, or the run is gone."""
         key = heartbeat_key(self._rules.name)
         heartbeat, run_id = read_heartbeat(self._store, key), self.settings.run_id
@@ -513,10 +513,10 @@ class Rounds:
                     f"more{other}. Was the bucket emptied?"
                 )
 
-    def _write_heartbeat(self, updates: int, sent: int, received: int) -> None:
+    def _write_heartbeat(self, updates: int, sent_before: int, received_before: int) -> None:
         traffic, name = self._store.traffic, self._rules.name
         heartbeat = Heartbeat(
             self.settings.run_id, name, self._process, self.anchor.round, updates,
-            traffic.sent - sent, traffic.received - received,
+            traffic.sent - sent_before, traffic.received - received_before,
         )  # fmt: skip
         self._store.put(heartbeat_key(name), heartbeat.dumps().encode())
