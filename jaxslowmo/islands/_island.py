@@ -235,7 +235,8 @@ class Island:
         Raises:
           ValueError: parameters in stages, in tables or of 64 bits, or a `sync` of the step that
             keeps parameters of its own.
-          IslandsError: another run's bucket, another model, a name that another process has taken.
+          IslandsError: a bucket of another run, model or outer optimizer, or a name that another
+            process has taken.
 
         Communication: between replicas one all-reduce of the parameters. With the store, per round
           of I islands: one part of the codec's bytes there, I - 1 parts from there, and some small
@@ -428,8 +429,7 @@ def join(
 
     Raises:
       ValueError: an argument that breaks its rule, named.
-      IslandsError: a bucket of a run with another `sync_every`, `codec` or `max_norm_ratio`, or no
-        access. Another `outer_optimizer` is an error of the first `Island.exchange`.
+      IslandsError: no access, or a run with another `sync_every`, `codec` or `max_norm_ratio`.
       ModuleNotFoundError: obstore is missing; the extra `islands` has it.
 
     Communication: one small request to the store.
