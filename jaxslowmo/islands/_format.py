@@ -6,7 +6,7 @@
     rounds/00000007/manifest.json           the parts of which round 7 consists, decided once
     rounds/00000007/missing-paris-<id>      that part is in the manifest and was lost, decided once
     snapshots/00000010-<digest>             the anchor before round 10, and its optimizer's state
-    islands/paris.json                      what an island last did; nothing depends on it
+    islands/paris.json                      the island's heartbeat: its round, updates and bytes
 
 `<id>` is of the island's process: no two processes write the same object of a round.
 """
@@ -17,22 +17,29 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from datetime import datetime
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import jax
 import numpy as np
 
 from .._support.checks import ArgumentError
 from ..collectives.codecs import Codec
-from ._store import Clock, IslandsError, ObjectStore, Store, TooLargeError
+from ._store import IslandsError, RetryingStore, TooLargeError
 
 VERSION = 1
-RUN = "run.json"
+RUN_KEY = "run.json"
 MAX_JSON = 1 << 20
-MAX_HEADER = 1 << 26  # bytes that may describe the arrays of an object, and of run.json
+MAX_HEADER = 1 << 26  # bytes that may describe the arrays of an object; also those of run.json
 _OWN_HEADER = 1 << 16  # those of them that name no array
 _HEADER_KEY = "islands"
+_JSON_KEYS = {"run_id": "run"}  # of fields that have another name in JSON
+_SETTINGS = {  # fields of `RunSettings` that all islands must have alike, in messages
+    "leaves": "the model",
+    "sync_every": "`sync_every`",
+    "codec": "`codec`",
+    "optimizer": "`outer_optimizer`",
+    "max_norm_ratio": "`max_norm_ratio`",
+}
 Shapes = Mapping[str, tuple[tuple[int, ...], Any]]  # shape and dtype of each array by name
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -80,21 +87,21 @@ def snapshot_key(number: int, digest: str) -> str:
     return f"snapshots/{number:08d}-{digest[:16]}"
 
 
-def note_key(name: str) -> str:
-    """Return the key of an island's note."""
+def heartbeat_key(name: str) -> str:
+    """Return the key of an island's heartbeat."""
     return f"islands/{name}.json"
 
 
 def parse_round(key: str) -> int | None:
     """Return the number of a round's folder or of a snapshot; None for another key."""
-    found = re.fullmatch(r"(?:rounds|snapshots)/(\d{8})(?:[/-].*)?", key)
-    return int(found[1]) if found else None
+    match = re.fullmatch(r"(?:rounds|snapshots)/(\d{8})(?:[/-].*)?", key)
+    return int(match[1]) if match else None
 
 
 def parse_island(key: str, kind: str = "part") -> str | None:
     """Return the island that wrote a part, or another kind of object; None for another key."""
-    found = re.fullmatch(rf"rounds/\d{{8}}/{kind}-(.+)-[0-9a-f]+", key)
-    return found[1] if found and _NAME.fullmatch(found[1]) else None
+    match = re.fullmatch(rf"rounds/\d{{8}}/{kind}-(.+)-[0-9a-f]+", key)
+    return match[1] if match and _NAME.fullmatch(match[1]) else None
 
 
 # Objects of JSON, and headers.
@@ -102,28 +109,29 @@ def parse_island(key: str, kind: str = "part") -> str | None:
 
 @dataclass(frozen=True)
 class _Record:
-    """A JSON object with a fixed schema."""
+    """A JSON object with a fixed schema: the fields, of which `run_id` is "run" in JSON."""
 
     def dumps(self) -> str:
-        return json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True)
+        values = {_JSON_KEYS.get(name, name): x for name, x in asdict(self).items()}
+        return json.dumps({"version": VERSION, **values}, sort_keys=True)
 
     @classmethod
     def loads(cls, text: str | bytes) -> Self:
         """Return what a JSON text says; raise `FormatError` unless it has exactly this schema."""
         try:
-            found = json.loads(text)
-            version = found.pop("version")
+            values = json.loads(text)
+            version = values.pop("version")
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
             raise FormatError(f"no JSON object with a version ({error})") from error
         if version != VERSION:
             raise FormatError(f"version {version!r}, and this jaxslowmo reads {VERSION}")
-        kinds = {x.name: x.type for x in fields(cls)}
-        if found.keys() != kinds.keys():
-            raise FormatError(f"fields {sorted(found)} in place of {sorted(kinds)}")
-        wrong = [name for name, x in found.items() if not _fits(x, kinds[name])]
+        keys = {x.name: _JSON_KEYS.get(x.name, x.name) for x in fields(cls)}
+        if values.keys() != {*keys.values()}:
+            raise FormatError(f"fields {sorted(values)} in place of {sorted(keys.values())}")
+        wrong = [keys[x.name] for x in fields(cls) if not _fits(values[keys[x.name]], x.type)]
         if wrong:
             raise FormatError(f"fields of other types: {', '.join(wrong)}")
-        return cls(**found)
+        return cls(**{name: values[key] for name, key in keys.items()})
 
 
 def _fits(value: Any, kind: Any) -> bool:
@@ -135,20 +143,20 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Run(_Record):
+class RunSettings(_Record):
     """The settings on which all islands of a run agree.
 
     Attributes:
-      run: random name of the run.
+      run_id: random name of the run, 16 hexadecimal digits.
       digest: digest of the first anchor, whose snapshot was written before.
       sync_every: period in updates, as text.
       codec: the codec of parts, as text.
-      optimizer: what the outer optimizer's program computes, as `HostOptimizer.text`.
+      optimizer: digest of the outer optimizer's program, `HostOptimizer.fingerprint`.
       leaves: name, shape of each leaf of the model.
       max_norm_ratio: norm above which a part is left out, in medians of its round.
     """
 
-    run: str
+    run_id: str
     digest: str
     sync_every: str
     codec: str
@@ -157,23 +165,23 @@ class Run(_Record):
     max_norm_ratio: float = 10.0
 
     def short_id(self) -> int:
-        """Return 32 bits of the name, by which states know their run; never 0."""
-        return int(self.run[:8], 16) or 1
+        """Return the first 32 bits of `run_id`, which an island's state keeps; never 0."""
+        return int(self.run_id[:8], 16) or 1
 
 
 @dataclass(frozen=True)
-class Part(_Record):
+class PartHeader(_Record):
     """The header of a part.
 
     Attributes:
-      run, round, island: to what it belongs.
+      run_id, round, island: to what it belongs.
       anchor: digest of the anchor from which it is measured.
       weight: its weight in the mean.
       updates: updates of the island so far.
       sha256: that of its payload.
     """
 
-    run: str
+    run_id: str
     round: int
     island: str
     anchor: str
@@ -187,12 +195,12 @@ class Manifest(_Record):
     """The parts of which a round consists.
 
     Attributes:
-      run, round: to what it belongs.
+      run_id, round: to what it belongs.
       author: the island that wrote it.
       parts: keys of parts, one of each island, in the order in which they are summed.
     """
 
-    run: str
+    run_id: str
     round: int
     author: str
     parts: list[str] = field(default_factory=list)
@@ -203,27 +211,27 @@ class Manifest(_Record):
 
 
 @dataclass(frozen=True)
-class Snapshot(_Record):
+class SnapshotHeader(_Record):
     """The header of a snapshot: the anchor before a round."""
 
-    run: str
+    run_id: str
     round: int
     digest: str
 
 
 @dataclass(frozen=True)
-class Note(_Record):
-    """The note that an island leaves after each exchange.
+class Heartbeat(_Record):
+    """The object that an island writes when it has joined and after each exchange.
 
     Attributes:
-      run, island: to what it belongs.
+      run_id, island: to what it belongs.
       process: random name of its process.
       round: the round of which it waits for the manifest, or trains towards.
       updates: its updates so far.
       sent, received: bytes of the last exchange.
     """
 
-    run: str
+    run_id: str
     island: str
     process: str
     round: int
@@ -232,50 +240,49 @@ class Note(_Record):
     received: int
 
 
-def read_run(store: Store) -> Run | None:
-    """Return the run in a store; None if there is none.
+def read_run(store: RetryingStore) -> RunSettings | None:
+    """Return the settings of the run in a store; None if there is none.
 
     Raises:
-      IslandsError: something else.
+      IslandsError: the object of this key is none that this jaxslowmo reads.
     """
     try:
         try:
-            data = store.get(RUN, MAX_JSON)
+            data = store.get(RUN_KEY, MAX_JSON)
         except TooLargeError:  # of a model with very many leaves
-            data = store.get(RUN, MAX_HEADER)
-        return None if data is None else Run.loads(data)
+            data = store.get(RUN_KEY, MAX_HEADER)
+        return None if data is None else RunSettings.loads(data)
     except (FormatError, TooLargeError) as error:
-        raise IslandsError(f"{store.url}/{RUN} is unreadable: {error}") from error
+        raise IslandsError(f"{store.url}/{RUN_KEY} is unreadable: {error}") from error
 
 
-def read_note(store: Store, key: str) -> Note | None:
-    """Return what an island last did; None if nothing readable says so."""
+def read_heartbeat(store: RetryingStore, key: str) -> Heartbeat | None:
+    """Return an island's last heartbeat; None if there is none, or it is unreadable."""
     try:
         data = store.get(key, MAX_JSON)
-        return None if data is None else Note.loads(data)
+        return None if data is None else Heartbeat.loads(data)
     except (FormatError, TooLargeError):
         return None
 
 
-_SETTINGS = {
-    "leaves": "the model",
-    "sync_every": "`sync_every`",
-    "codec": "`codec`",
-    "optimizer": "`outer_optimizer` (its program)",
-    "max_norm_ratio": "`max_norm_ratio`",
-}
-
-
-def check_settings(url: str, run: Run, settings: Run) -> None:
+def check_settings(url: str, run: RunSettings, settings: RunSettings) -> None:
     """Raise `IslandsError` naming what differs from the run; "" and [] are not known yet."""
     for name, what in _SETTINGS.items():
         theirs, mine = getattr(run, name), getattr(settings, name)
         if mine and theirs != mine:
+            remedy = f"join with {what} of the run, or begin another run in an empty folder"
             if name == "leaves":
                 pairs = (theirs, mine), (mine, theirs)
                 theirs, mine = (", ".join((sorted({*x} - {*y}) or x)[:3]) for x, y in pairs)
+            elif name == "optimizer":  # digests alone tell a user nothing
+                theirs = f"the program {theirs}"
+                remedy = (
+                    "give all islands the same optimizer with the same rates, or begin another run "
+                    "in an empty folder"
+                )
             raise IslandsError(
-                f"{url}/{RUN}: {what} of this run is {theirs}, and this island has {mine}."
+                f"{url}/{RUN_KEY}: {what} of this run is {theirs}, and this island has {mine}: "
+                f"{remedy}."
             )
 
 
@@ -287,15 +294,16 @@ def leaf_descriptions(names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -
 # Arrays.
 
 
-class Wire:
-    """The payload of a part.
+class PartCodec:
+    """How a part's displacement is encoded: the array of uint8 or float32 that a part holds.
 
     Args:
       codec: a codec of `js.codecs`; None sends float32.
       size: number of elements of the model.
 
     Attributes:
-      shapes: name, shape and dtype of its array.
+      shapes: name, shape and dtype of that array.
+      error_feedback: whether what the codec does not send is added to the next part.
     """
 
     def __init__(self, codec: Codec | None, size: int) -> None:
@@ -310,16 +318,16 @@ class Wire:
             self.shapes = {"codes": ((math.prod(self._packed),), np.uint8)}
 
     def encode(self, x: np.ndarray) -> np.ndarray:
-        """Return a vector of float32 as it is sent."""
+        """Return the payload of a displacement, a vector of float32."""
         if self._codec is None:
             return x
         return jax.device_get(self._encode(jax.device_put(x[None]))).reshape(-1)
 
-    def decode(self, sent: np.ndarray) -> np.ndarray:
-        """Return the vector that was sent, the same bits on every machine."""
+    def decode(self, payload: np.ndarray) -> np.ndarray:
+        """Return the displacement of a payload, the same bits on every machine."""
         if self._codec is None:
-            return sent
-        return self._codec.decode(sent.reshape(self._packed), self._size)[0]
+            return payload
+        return self._codec.decode(payload.reshape(self._packed), self._size)[0]
 
 
 def concatenate(leaves: Sequence[np.ndarray]) -> np.ndarray:
@@ -361,8 +369,8 @@ def parse_arrays(data: bytes, shapes: Shapes) -> list[np.ndarray]:
         arrays = safetensors.load(data)
     except Exception as error:  # the library has errors of its own
         raise FormatError(f"no safetensors ({type(error).__name__})") from error
-    found = {name: (x.shape, x.dtype) for name, x in arrays.items()}
-    if found != {name: (tuple(s), np.dtype(d)) for name, (s, d) in shapes.items()}:
+    expected = {name: (tuple(s), np.dtype(d)) for name, (s, d) in shapes.items()}
+    if {name: (x.shape, x.dtype) for name, x in arrays.items()} != expected:
         raise FormatError("arrays of other names, shapes or dtypes")
     return [arrays[name] for name in shapes]
 
@@ -379,7 +387,8 @@ def max_num_bytes(shapes: Shapes) -> int:
     if header > MAX_HEADER:
         raise ValueError(
             f"islands: names and shapes of parameters in `state` must fit headers of at most "
-            f"{MAX_HEADER / 1e6:.1f} MB, and these {len(shapes)} names need {header / 1e6:.1f} MB."
+            f"{MAX_HEADER / 1e6:.1f} MB, and these {len(shapes)} names need {header / 1e6:.1f} MB: "
+            "give parameters shorter names, or stack those of repeated layers."
         )
     return header + sum(math.prod(s) * np.dtype(d).itemsize for s, d in shapes.values())
 
@@ -390,103 +399,3 @@ def sha256(*buffers: Any) -> str:
     for buffer in buffers:
         digest.update(np.ascontiguousarray(buffer).data if hasattr(buffer, "dtype") else buffer)
     return digest.hexdigest()
-
-
-# Who takes part, by what lies in the bucket.
-
-
-class IslandStatus(NamedTuple):
-    """What an island last did.
-
-    Attributes:
-      name: its name.
-      round: the round towards which it trains, or of which it waits for the manifest.
-      lag: rounds between that and the open round.
-      has_part: whether the open round has a part of it.
-      updates: its updates so far.
-      sent, received: bytes of its last exchange.
-      last_seen: when it last wrote, by the store's clock.
-    """
-
-    name: str
-    round: int
-    lag: int
-    has_part: bool
-    updates: int
-    sent: int
-    received: int
-    last_seen: datetime
-
-
-class Status(NamedTuple):
-    """Where a run is.
-
-    Attributes:
-      run: its name.
-      round: the open round: as many are decided.
-      snapshot: round of the newest snapshot.
-      bytes: size of all objects in the store.
-      islands: the islands that have ever joined.
-    """
-
-    run: str
-    round: int
-    snapshot: int
-    bytes: int
-    islands: list[IslandStatus]
-
-    def __str__(self) -> str:
-        """Return a table."""
-        head = (
-            f"run {self.run}: round {self.round} is open, newest snapshot {self.snapshot}, "
-            f"{self.bytes:,} bytes in the store"
-        )
-        rows = [("island", "round", "lag", "part", "updates", "sent", "received", "last seen")]
-        rows += [
-            (
-                x.name, str(x.round), str(x.lag), "yes" if x.has_part else "-", str(x.updates),
-                f"{x.sent:,}", f"{x.received:,}", f"{x.last_seen:%Y-%m-%d %H:%M:%S} UTC",
-            )
-            for x in self.islands
-        ]  # fmt: skip
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([head, *lines])
-
-
-def status(url: str) -> Status:
-    """Return who takes part in the run at a URL: islands, rounds, lags, bytes and when they wrote.
-
-    Args:
-      url: the URL or the folder of the run, as in `js.islands.join`.
-
-    Returns:
-      A `Status`, which prints as a table.
-
-    Raises:
-      IslandsError: there is no run, or the store does not answer.
-
-    Communication: one listing of the store, and one small object per island.
-    """
-    store = Store(ObjectStore(url, creates=False), url, 10.0, Clock(), lambda line: None)
-    run = read_run(store)
-    if run is None:
-        raise IslandsError(f"{store.url}: there is no run here.")
-    entries = store.list("")
-    keys = [entry.key for entry in entries]
-    decided = [parse_round(key) for key in keys if key.endswith("/manifest.json")]
-    number = max((n + 1 for n in decided if n is not None), default=0)
-    snapshots = [parse_round(key) or 0 for key in keys if key.startswith("snapshots/")]
-    present = {parse_island(key) for key in keys if key.startswith(f"{round_folder(number)}/")}
-    islands = []
-    for entry in entries:
-        note = read_note(store, entry.key) if entry.key.startswith("islands/") else None
-        if note is not None:
-            islands.append(
-                IslandStatus(
-                    note.island, note.round, number - note.round, note.island in present,
-                    note.updates, note.sent, note.received, entry.modified,
-                )
-            )  # fmt: skip
-    size = sum(entry.size for entry in entries)
-    return Status(run.run, number, max(snapshots, default=0), size, islands)

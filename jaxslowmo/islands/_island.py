@@ -39,21 +39,21 @@ from ..transform import (
     wrap_algorithm,
 )
 from ..tree import Staged, leaf_names, parts_of
+from ._anchors import Rules
 from ._format import (
-    Run,
-    Status,
-    Wire,
+    PartCodec,
+    RunSettings,
     check_settings,
     checked_name,
     concatenate,
     leaf_descriptions,
     read_run,
     split_like,
-    status,
 )
 from ._optimizer import HostOptimizer, checked_optimizer
-from ._rounds import Outcome, Rounds, Rules
-from ._store import Clock, IslandsError, ObjectStore, Store, Traffic, parse_url
+from ._rounds import Outcome, Rounds
+from ._status import Status, status
+from ._store import Clock, IslandsError, ObstoreClient, RetryingStore, Traffic, parse_url
 
 if TYPE_CHECKING:
     from ..train import StepResult, TrainState
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
 _LOGGER = logging.getLogger("jaxslowmo.islands")
 _JOIN_SECONDS = 10.0  # how long a store may not answer when a user waits to begin
-_NOTE_BYTES = 4096
+_BROADCAST_BYTES = 4096  # of the JSON text that the first process sends the others
 
 
 class IslandState(NamedTuple):
@@ -70,7 +70,9 @@ class IslandState(NamedTuple):
     run: jax.Array  # () uint32, from the name of the run; 0 before the island has joined
     round: jax.Array  # () int32, the round from whose anchor the parameters come
     exchanged: jax.Array  # () int32, updates at the last exchange
-    lost: PyTree  # float32, like the parameters: what the codec has not sent yet; () without one
+    # Float32, like the parameters: the residual, which the codec has not sent yet; () without error
+    # feedback. Checkpoints know it by this name.
+    lost: PyTree
 
 
 def transform(
@@ -112,8 +114,8 @@ def _with_island_state(base: Algorithm, *, error_feedback: bool) -> Algorithm:
 
     def local(params: PyTree) -> dict[str, Any]:
         zero, run = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.uint32)
-        lost = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-        island = IslandState(run, zero, zero, lost if error_feedback else ())
+        residual = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+        island = IslandState(run, zero, zero, residual if error_feedback else ())
         return {**wrap_algorithm(base).local(params), "island": island}
 
     def bind(axis_sizes: Any, params: PyTree | None) -> Algorithm:
@@ -156,7 +158,7 @@ class Island:
 
     def __init__(
         self,
-        store: Store | None,
+        store: RetryingStore | None,
         rules: Rules,
         *,
         schedule: Every,
@@ -165,14 +167,14 @@ class Island:
         codec: Codec | None,
         merge: float,
         weight: float | None,
-        agreed: Run,
-        say: Callable[[str], None],
+        agreed: RunSettings,
+        log: Callable[[str], None],
     ) -> None:
         self.name, self._schedule, self._delay = rules.name, schedule, delay
         self.every = _DelayedEvery(**vars(schedule), delay=delay) if delay else schedule
         self._store, self._rules, self._optimizer = store, rules, optimizer
         self._codec, self._merge, self._weight = codec, merge, weight
-        self._settings, self._say = agreed, say
+        self._settings, self._log = agreed, log
         self._rounds: Rounds | None = None
         self._background: _BackgroundExchange | None = None
         self._exchanges = 0
@@ -233,7 +235,8 @@ class Island:
         Raises:
           ValueError: parameters in stages, in tables or of 64 bits, or a `sync` of the step that
             keeps parameters of its own.
-          IslandsError: another run's bucket, another model, a name that another process has taken.
+          IslandsError: a bucket of another run, model or outer optimizer, or a name that another
+            process has taken.
 
         Communication: between replicas one all-reduce of the parameters. With the store, per round
           of I islands: one part of the codec's bytes there, I - 1 parts from there, and some small
@@ -245,40 +248,49 @@ class Island:
         if self._has_joined and self._starts_exchange(_replicated_int(state.step)):
             self._start_exchange(state, values)
             return state
-        saved = None if island_state is None else _Position(*map(_replicated_int, island_state[:3]))
-        run = functools.partial(self._join_or_exchange, state, values, saved, island_state)
+        run = functools.partial(self._join_or_exchange, state, values, island_state)
         result = run() if jax.process_count() == 1 else _broadcast_result(run, values)
         self._has_joined = True
         if result is None:
-            self.round = self.round if saved is None else saved.round
+            if island_state is not None:
+                self.round = _replicated_int(island_state.round)
             return state
-        self.round = result.position.round
+        self.round = result.round
         state = _move_replicas(state, result.target, self._merge if result.is_counted else 0.0)
-        return state if island_state is None else _with_position(state, island_state, result)
+        return state if island_state is None else _update_island_state(state, island_state, result)
 
     def _join_or_exchange(
         self,
         state: "TrainState",
         values: list[np.ndarray],
-        saved: "_Position | None",
         island_state: IslandState | None,
     ) -> "_ExchangeResult | None":
-        """Return where all processes go on; None: as they are. The first process calls it."""
+        """Join or exchange with the store, on the first process only.
+
+        Returns:
+          The result, which all processes then apply to `state`; None: they go on with `state`.
+        """
         rounds, updates = self._rounds, _replicated_int(state.step)
         if rounds is not None:
             outcome = self._run_exchange(rounds, state, values)
         else:
-            rounds = self._join_run(state.params, values, saved.run if saved else 0)
-            if updates and not (saved and saved.run):
-                self._say(f"joins after {updates} updates, which are not part of the run")
+            saved_run = 0 if island_state is None else _replicated_int(island_state.run)
+            rounds = self._join_run(state.params, values, saved_run)
+            if updates and not saved_run:
+                self._log(f"joins after {updates} updates, which are not part of the run")
             outcome: Outcome | None = Outcome(rounds.anchor)
-            if saved is not None and island_state is not None and saved.run:
-                lost = [
+            last_exchange = updates
+            if island_state is not None and saved_run:
+                residual = [
                     np.asarray(x.addressable_data(0))[0] for x in jax.tree.leaves(island_state.lost)
                 ]
-                outcome = rounds.resume(saved.round, values, concatenate(lost) if lost else None)
+                saved_round = _replicated_int(island_state.round)
+                outcome = rounds.resume(
+                    saved_round, values, concatenate(residual) if residual else None
+                )
+                last_exchange = _replicated_int(island_state.exchanged)
             self._rounds = rounds
-            if outcome is None and saved and updates > saved.exchanged:
+            if outcome is None and updates > last_exchange:
                 if self._starts_exchange(updates):
                     self._start_exchange(state, values)
                 elif self.due(updates):
@@ -288,9 +300,10 @@ class Island:
         target = outcome.anchor.values
         if outcome.remainder is not None:
             target = split_like(concatenate(target) - outcome.remainder, target)
-        position = _Position(rounds.run.short_id(), outcome.anchor.round, updates)
-        lost = None if rounds.residual is None else split_like(rounds.residual, target)
-        return _ExchangeResult(target, position, lost, outcome.is_counted)
+        residual = None if rounds.residual is None else split_like(rounds.residual, target)
+        return _ExchangeResult(
+            target, rounds.settings.short_id(), outcome.anchor.round, outcome.is_counted, residual
+        )
 
     def _starts_exchange(self, t: int) -> bool:
         return self._delay > 0 and bool(self._schedule(t + self._delay))
@@ -325,28 +338,28 @@ class Island:
         url, updates = self._required_store.url, _replicated_int(state.step)
 
         def exchange() -> Outcome | None:
-            check_settings(url, rounds.run, replace(self._settings, leaves=leaves))
+            check_settings(url, rounds.settings, replace(self._settings, leaves=leaves))
             return rounds.exchange(values, weight, updates)
 
         return exchange
 
-    def _join_run(self, params: Any, values: list[np.ndarray], known: int) -> Rounds:
-        """Return the rounds of the run that the store holds, or, if none is known, begins."""
+    def _join_run(self, params: Any, values: list[np.ndarray], saved_run: int) -> Rounds:
+        """Join the run in the store, or begin one unless `saved_run` says which it must be."""
         store, deadline = self._required_store, self._rules.deadline_seconds
         tree = jax.tree.structure(params)
         optimizer = HostOptimizer(self._optimizer, jax.tree.unflatten(tree, values))
         leaves = leaf_descriptions(leaf_names(params), [x.shape for x in values])
-        settings = replace(self._settings, optimizer=optimizer.text, leaves=leaves)
-        wire = Wire(self._codec, sum(x.size for x in values))
-        rounds = Rounds(store, self._rules, optimizer, wire, settings, self._say)
+        settings = replace(self._settings, optimizer=optimizer.fingerprint, leaves=leaves)
+        part_codec = PartCodec(self._codec, sum(x.size for x in values))
+        rounds = Rounds(store, self._rules, optimizer, part_codec, settings, self._log)
         store.patience = min(deadline, _JOIN_SECONDS)
-        rounds.join(values, known)
+        rounds.join(values, saved_run)
         store.patience = deadline
         store.traffic = Traffic()
         return rounds
 
     @property
-    def _required_store(self) -> Store:
+    def _required_store(self) -> RetryingStore:
         if self._store is None:
             raise IslandsError("islands: of the processes of an island only 0 talks to the store.")
         return self._store
@@ -416,7 +429,7 @@ def join(
 
     Raises:
       ValueError: an argument that breaks its rule, named.
-      IslandsError: a bucket of a run with another `sync_every` or `codec`, or no access.
+      IslandsError: no access, or a run with another `sync_every`, `codec` or `max_norm_ratio`.
       ModuleNotFoundError: obstore is missing; the extra `islands` has it.
 
     Communication: one small request to the store.
@@ -452,19 +465,20 @@ def join(
             f"{owner}: `delay` must be less than the updates between two exchanges, got {delay} "
             f"with sync_every={sync_every!r}.",
         )
-    say = functools.partial(_LOGGER.warning, "island %s: %s", name)
+    log = functools.partial(_LOGGER.warning, "island %s: %s", name)
     period = str(schedule.k) if schedule == every(schedule.k) else repr(schedule)
-    settings = Run("", "", period, repr(codec), "", max_norm_ratio=max_norm_ratio)
+    settings = RunSettings("", "", period, repr(codec), "", max_norm_ratio=max_norm_ratio)
     store = None
     if jax.process_index() == 0:
-        bucket = ObjectStore(url)
-        store = Store(bucket, url, min(deadline_seconds, _JOIN_SECONDS), Clock(), say)
+        store = RetryingStore(
+            ObstoreClient(url), url, min(deadline_seconds, _JOIN_SECONDS), Clock(), log
+        )
         run = read_run(store)
         if run is not None:
             check_settings(store.url, run, settings)
     return Island(
         store, rules, schedule=schedule, delay=delay, optimizer=optimizer, codec=codec, merge=merge,
-        weight=weight, agreed=settings, say=say,
+        weight=weight, agreed=settings, log=log,
     )  # fmt: skip
 
 
@@ -472,8 +486,8 @@ def late_share(late: Any) -> float:
     """Return the share of late progress that is kept: that of "drop", "carry" or "carry:0.5"."""
     if late in ("drop", "carry"):
         return float(late == "carry")
-    found = re.fullmatch(r"carry:([0-9]*\.?[0-9]+)", str(late))
-    share = float(found[1]) if found else 0.0
+    match = re.fullmatch(r"carry:([0-9]*\.?[0-9]+)", str(late))
+    share = float(match[1]) if match else 0.0
     if not 0 < share <= 1:
         raise ArgumentError(
             "late",
@@ -517,7 +531,7 @@ class _BackgroundExchange:
       exchange: the exchange.
 
     Attributes:
-      outcome: what it will have come to.
+      outcome: future of its outcome.
     """
 
     def __init__(
@@ -537,62 +551,55 @@ class _BackgroundExchange:
 # From the state on devices to the exchange, and back.
 
 
-class _Position(NamedTuple):
-    """The position of an island, as its state holds it.
-
-    Attributes:
-      run: first 32 bits of the run's name; 0 before the island has joined.
-      round: the round of its anchor.
-      exchanged: its updates at that exchange.
-    """
-
-    run: int
-    round: int
-    exchanged: int
-
-
 class _ExchangeResult(NamedTuple):
-    """The outcome of an exchange for the state.
+    """What an exchange changes in the state, on all processes of the island.
 
     Attributes:
-      target: the parameters to which replicas go.
-      position: the island's position then.
-      lost: the part of its progress that a codec has not sent yet.
+      target: the parameters to which replicas go, as leaves.
+      run, round: the new `run` and `round` of the `IslandState`.
       is_counted: whether the round counted this island's progress; `merge` may keep a share.
+      residual: what a codec with error feedback has not sent yet, as leaves; None: unchanged.
     """
 
     target: list[np.ndarray]
-    position: _Position
-    lost: list[np.ndarray] | None
+    run: int
+    round: int
     is_counted: bool
+    residual: list[np.ndarray] | None
 
 
 def _broadcast_result(
     run: Callable[[], _ExchangeResult | None], like: list[np.ndarray]
 ) -> _ExchangeResult | None:
-    """Return on all processes what the first one found; an error of it is raised on all."""
-    result, note = None, {"error": "", "position": None, "lost": False}
+    """Return the first process's result on all processes; raise its error on all.
+
+    Args:
+      run: function that returns the result; only the first process calls it.
+      like: arrays of the shapes of `target`, which the other processes pass to the broadcast.
+    """
+    result: _ExchangeResult | None = None
+    message: dict[str, Any] = {"error": "", "numbers": None, "has_residual": False}
     if jax.process_index() == 0:
         try:
             result = run()
         except Exception as error:  # the others would wait for it forever
-            note["error"] = f"{type(error).__name__}: {error}"[: _NOTE_BYTES // 16]
+            message["error"] = f"{type(error).__name__}: {error}"[: _BROADCAST_BYTES // 16]
     if result is not None:
-        note |= {"position": result.position, "is_counted": result.is_counted}
-        note["lost"] = result.lost is not None
+        message["numbers"] = result.run, result.round, result.is_counted
+        message["has_residual"] = result.residual is not None
     send = multihost_utils.broadcast_one_to_all
-    text = np.frombuffer(json.dumps(note).encode().ljust(_NOTE_BYTES), np.uint8)
-    note = json.loads(bytes(np.asarray(send(text)).tolist()))
-    if note["error"]:
-        raise IslandsError(note["error"])
-    if note["position"] is None:
+    text = np.frombuffer(json.dumps(message).encode().ljust(_BROADCAST_BYTES), np.uint8)
+    message = json.loads(bytes(np.asarray(send(text)).tolist()))
+    if message["error"]:
+        raise IslandsError(message["error"])
+    if message["numbers"] is None:
         return None
+    run_id, number, is_counted = message["numbers"]
     arrays = [like if result is None else result.target]
-    if note["lost"]:
-        arrays.append(like if result is None or result.lost is None else result.lost)
-    arrays = jax.tree.map(np.asarray, send(arrays))
-    lost = arrays[1] if note["lost"] else None
-    return _ExchangeResult(arrays[0], _Position(*note["position"]), lost, note["is_counted"])
+    if message["has_residual"]:
+        arrays.append(like if result is None or result.residual is None else result.residual)
+    target, *residual = jax.tree.map(np.asarray, send(arrays))
+    return _ExchangeResult(target, run_id, number, is_counted, residual[0] if residual else None)
 
 
 def _check_state(state: "TrainState") -> None:
@@ -601,7 +608,10 @@ def _check_state(state: "TrainState") -> None:
         raise ValueError(f"islands: `state` must be a js.TrainState, got {type(state).__name__}.")
     if isinstance(state.params, WithTables) or parts_of(state.params, Staged):
         what = "tables" if isinstance(state.params, WithTables) else "parameters in stages"
-        raise ValueError(f"islands: `state` has {what}, which islands do not exchange.")
+        raise ValueError(
+            f"islands: `state` has {what}, which islands do not exchange: train it as one program, "
+            "with a `sync` such as js.diloco, or without them."
+        )
     names, leaves = leaf_names(state.params), jax.tree.leaves(state.params)
     if not sum(x.size for x in leaves):
         raise ValueError("islands: `state` has no parameters, or none with an element.")
@@ -625,10 +635,10 @@ def _keeps_parameters(state: "TrainState") -> bool:
     What all replicas have together is an anchor, and arrays of a replica are parameters under way,
     a codec's error, or an anchor of its own. The island's own state moves along.
     """
-    is_own = lambda x: isinstance(x, IslandState)  # noqa: E731
-    local = jax.tree.leaves(state.exchange.local, is_leaf=is_own)
+    is_island = lambda x: isinstance(x, IslandState)  # noqa: E731
+    local = jax.tree.leaves(state.exchange.local, is_leaf=is_island)
     return bool(jax.tree.leaves(state.exchange.shared)) or any(
-        jnp.issubdtype(x.dtype, jnp.floating) and x.ndim > 1 for x in local if not is_own(x)
+        jnp.issubdtype(x.dtype, jnp.floating) and x.ndim > 1 for x in local if not is_island(x)
     )
 
 
@@ -689,24 +699,25 @@ def _jitted_merge(sharding: Any, merge: float) -> Callable[[jax.Array, Any], jax
     return jax.jit(merge_into, out_shardings=sharding)
 
 
-def _with_position(
+def _update_island_state(
     state: "TrainState", island_state: IslandState, result: _ExchangeResult
 ) -> "TrainState":
-    """Return the state whose `IslandState` says where the island is now."""
+    """Return the state with the `IslandState` after an exchange."""
 
     def full_like(x: jax.Array, value: Any) -> jax.Array:
         stacked = np.broadcast_to(np.asarray(value, x.dtype), x.shape)
         return array_from_host(x.shape, x.sharding, lambda index: stacked[index])
 
     new = island_state._replace(
-        **{
-            name: full_like(getattr(island_state, name), x)
-            for name, x in result.position._asdict().items()
-        }
+        run=full_like(island_state.run, result.run),
+        round=full_like(island_state.round, result.round),
+        exchanged=full_like(island_state.exchanged, _replicated_int(state.step)),
     )
-    if result.lost is not None:
+    if result.residual is not None:
         old, tree = jax.tree.flatten(island_state.lost)
-        new = new._replace(lost=jax.tree.unflatten(tree, map(full_like, old, result.lost)))
-    is_one = lambda x: isinstance(x, IslandState)  # noqa: E731
-    local = jax.tree.map(lambda x: new if is_one(x) else x, state.exchange.local, is_leaf=is_one)
+        new = new._replace(lost=jax.tree.unflatten(tree, map(full_like, old, result.residual)))
+    is_island = lambda x: isinstance(x, IslandState)  # noqa: E731
+    local = jax.tree.map(
+        lambda x: new if is_island(x) else x, state.exchange.local, is_leaf=is_island
+    )
     return state._replace(exchange=state.exchange._replace(local=local))

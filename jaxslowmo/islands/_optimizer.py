@@ -57,6 +57,10 @@ _ON_SCALARS: dict[str, _Apply] = {
     "cos": _on_scalars(np.cos), "exp": _on_scalars(np.exp), "log": _on_scalars(np.log),
     "pow": _on_scalars(np.power), "sin": _on_scalars(np.sin), "tanh": _on_scalars(np.tanh),
 }  # fmt: skip
+# Releases of jax differ in where they convert and broadcast, so fingerprints leave these out.
+_RELEASE_DEPENDENT = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"}
+)
 
 
 def _numpy_function(equation: Any) -> _Apply | None:
@@ -98,8 +102,9 @@ class HostOptimizer:
 
     Attributes:
       shapes: shapes of the leaves of the model.
-      state: shapes and dtypes of the arrays of the state.
-      text: what the program computes, by which islands know that theirs is the same.
+      state_types: shapes and dtypes of the arrays of the state.
+      fingerprint: digest of what the program computes; it is equal on islands with the same
+        optimizer, whatever their release of jax.
 
     Raises:
       ValueError: an operation of which NumPy would not give the same bits everywhere, by name.
@@ -123,9 +128,9 @@ class HostOptimizer:
             )
             self._update = trace_inline(update, [*leaves, *state, *leaves])
         self.shapes = [x.shape for x in leaves]
-        self.state = [(x.shape, np.dtype(x.dtype)) for x in state]
+        self.state_types = [(x.shape, np.dtype(x.dtype)) for x in state]
         lines = [*_output_expressions(self._init), *_output_expressions(self._update)]
-        self.text = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+        self.fingerprint = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
     def init(self, params: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Return the arrays of the first state."""
@@ -138,9 +143,9 @@ class HostOptimizer:
         params: Sequence[np.ndarray],
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
         """Return the parameters and the state after one step along a displacement."""
-        found = _run(self._update, [*displacement, *state, *params])
-        moved = [np.add(p, u, out=u) for p, u in zip(params, found, strict=False)]
-        return moved, found[len(params) :]
+        results = _run(self._update, [*displacement, *state, *params])
+        updates, new_state = results[: len(params)], results[len(params) :]
+        return [np.add(p, u, out=u) for p, u in zip(params, updates, strict=True)], new_state
 
 
 def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
@@ -156,8 +161,8 @@ def checked_optimizer(optimizer: Any) -> optax.GradientTransformation:
         HostOptimizer(optimizer, {"w": np.zeros(2, np.float32)})
     except InexactError:
         raise
-    except Exception:  # it is for the model's own tree: the first exchange will tell
-        return optimizer
+    except Exception:  # it may need the model's own tree, with which joining checks it
+        pass
     return optimizer
 
 
@@ -173,10 +178,10 @@ def _run(program: InlinedProgram, inputs: Sequence[np.ndarray]) -> list[np.ndarr
 
     values = dict(zip(program.inputs, inputs, strict=True)) | program.constants
     with np.errstate(all="ignore"):
-        found = run(program.equations, program.outputs, values, evaluate)
-    same = set(map(id, inputs))
-    # Results are the caller's own; most are new arrays already.
-    return [np.array(x) if id(x) in same or not x.flags.owndata else x for x in found]
+        results = run(program.equations, program.outputs, values, evaluate)
+    input_ids = set(map(id, inputs))
+    # The caller may change the results in place; most are new arrays already.
+    return [np.array(x) if id(x) in input_ids or not x.flags.owndata else x for x in results]
 
 
 def _output_expressions(program: InlinedProgram) -> Iterator[str]:
@@ -195,13 +200,10 @@ def _output_expressions(program: InlinedProgram) -> Iterator[str]:
             raise _inexact_error(equation)
         (result,) = equation.outvars
         text = f"{name}{equation.params.get('y', '')}({', '.join(operands)})"
-        if name in _FORMS:  # releases of jax differ in where they convert and broadcast
+        if name in _RELEASE_DEPENDENT:
             text = operands[0]
         names[result] = text if len(text) < 200 else hashlib.sha256(text.encode()).hexdigest()
     yield from map(name_of, program.outputs)
-
-
-_FORMS = frozenset({"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape"})
 
 
 def _inexact_error(equation: Any) -> InexactError:

@@ -17,8 +17,9 @@ from .._support.extras import needed_by
 _CHUNK = 8 << 20  # bytes that one request reads, so that each is short on a slow link
 _REQUEST_SECONDS = 1.0, 120.0  # the least and the most that a small request may take
 _MIB_SECONDS = 8  # what it may take longer for each MiB beyond the first
-_FROM_ENVIRONMENT = ("allow_http", "allow_invalid_certificates", "proxy_url")
+_OPTIONS_FROM_ENVIRONMENT = ("allow_http", "allow_invalid_certificates", "proxy_url")
 _SCHEMES = ("s3", "gs", "az", "azure", "abfs", "file")
+_SECRET = re.compile(r"(?i)(signature|credential|token|secret|key|sig)=[^&\s\"']+")
 _Result = TypeVar("_Result")
 
 
@@ -45,19 +46,19 @@ class Entry(NamedTuple):
     modified: datetime  # by the store's clock
 
 
-class Bucket(Protocol):
-    """What an island asks of a store; each call is one request, or a few for large objects.
+class ObjectStore(Protocol):
+    """The requests of an island to a store; each call is one of them, or a few for large objects.
 
-    They raise `FileNotFoundError` where there is no such object or bucket, and `FileExistsError`
+    Methods raise `FileNotFoundError` where there is no such object or bucket, and `FileExistsError`
     where `create` finds one. All other exceptions count as a failure that may pass.
 
     Attributes:
       refusals: exceptions that do not pass by waiting.
-      seconds: how long a request may take.
+      timeout_seconds: how long a request may take.
     """
 
     refusals: tuple[type[Exception], ...]
-    seconds: float
+    timeout_seconds: float
 
     def get(self, key: str, limit: int | None) -> bytes: ...
     def create(self, key: str, data: bytes) -> None: ...
@@ -81,8 +82,8 @@ def parse_url(url: str) -> tuple[str, str]:
     return scheme, path
 
 
-class ObjectStore:
-    """A bucket of `obstore`: S3, GCS, Azure, a folder or memory.
+class ObstoreClient:
+    """An object store that the library obstore reaches: S3, GCS, Azure or a folder.
 
     Args:
       url: `s3://bucket/run`, `gs://...`, `az://...`, `file:///folder`, or the path of a folder.
@@ -110,12 +111,12 @@ class ObjectStore:
             errors.PermissionDeniedError, errors.UnauthenticatedError,
             errors.NotSupportedError, NotImplementedError,
         )  # fmt: skip
-        self.seconds = _REQUEST_SECONDS[1]
+        self.timeout_seconds = _REQUEST_SECONDS[1]
         self._url, self._clients = url, dict[float, Any]()
         self._folder: Any = None
         # obstore 0.12 reads these from the environment only where it is given no options.
         prefix = {"s3": "AWS", "gs": "GOOGLE"}.get(scheme, "AZURE")
-        names = {name: f"{prefix}_{name.upper()}" for name in _FROM_ENVIRONMENT}
+        names = {name: f"{prefix}_{name.upper()}" for name in _OPTIONS_FROM_ENVIRONMENT}
         self._options = {name: x for name, key in names.items() if (x := os.environ.get(key))}
         try:
             if scheme == "file":
@@ -136,14 +137,14 @@ class ObjectStore:
         if self._folder is not None:
             return self._folder
         mib = 1 << ((min(num_bytes, _CHUNK) - 1) >> 20).bit_length() if num_bytes else 1
-        seconds = min(max(self.seconds, _REQUEST_SECONDS[0]), _REQUEST_SECONDS[1])
+        seconds = min(max(self.timeout_seconds, _REQUEST_SECONDS[0]), _REQUEST_SECONDS[1])
         whole = seconds + _MIB_SECONDS * (mib - 1)
         if whole not in self._clients:
             limits = {
                 "timeout": timedelta(seconds=whole),
                 "connect_timeout": timedelta(seconds=min(10.0, seconds)),
             }
-            # `Store` asks again, and counts it.
+            # `RetryingStore` asks again, and counts it.
             retries: Any = {"max_retries": 0, "retry_timeout": timedelta(seconds=1)}
             options: Any = {**limits, **self._options}
             self._clients[whole] = self._from_url(
@@ -184,9 +185,8 @@ class ObjectStore:
 
     def list(self, prefix: str) -> list[Entry]:
         """Return the objects whose keys begin with a folder's name, in the order of their keys."""
-        found = self._obstore.list(self._client(), prefix).collect()
-        entries = [Entry(x["path"], x["size"], x["last_modified"]) for x in found]
-        return sorted(entries)
+        objects = self._obstore.list(self._client(), prefix).collect()
+        return sorted(Entry(x["path"], x["size"], x["last_modified"]) for x in objects)
 
 
 @dataclass
@@ -211,35 +211,44 @@ class Clock(NamedTuple):
     sleep: Callable[[float], None] = time.sleep
 
 
-class Store:
-    """A bucket that is asked again for a while when it fails.
+class RetryingStore:
+    """An object store whose requests are repeated for a while when they fail, and are counted.
 
     Args:
-      bucket: the bucket.
+      object_store: the store.
       url: its name in messages.
       patience: seconds for which failing requests are repeated, from one `restart_patience` to
         the next.
       clock: this machine's time.
-      say: function that shows one line to the user.
+      log: function that shows one line to the user.
     """
 
     def __init__(
-        self, bucket: Bucket, url: str, patience: float, clock: Clock, say: Callable[[str], None]
+        self,
+        object_store: ObjectStore,
+        url: str,
+        patience: float,
+        clock: Clock,
+        log: Callable[[str], None],
     ) -> None:
-        self._bucket, self.url, self.patience = bucket, url.rstrip("/"), patience
-        self.clock, self._say = clock, say
+        self._object_store, self.url = object_store, url.rstrip("/")
+        self.patience, self.clock, self._log = patience, clock, log
         self.traffic = Traffic()
         self.restart_patience()
 
     def restart_patience(self) -> None:
         """Have all of `patience` again, for what begins now."""
-        self._failed, self._bucket.seconds = 0.0, self.patience
+        self._failed, self._object_store.timeout_seconds = 0.0, self.patience
 
     def get(self, key: str, limit: int | None = None) -> bytes | None:
         """Return an object; None if there is none."""
         try:
             data = self._retry(
-                "get", key, lambda: self._bucket.get(key, limit), FileNotFoundError, TooLargeError
+                "get",
+                key,
+                lambda: self._object_store.get(key, limit),
+                FileNotFoundError,
+                TooLargeError,
             )
         except FileNotFoundError:
             return None
@@ -252,7 +261,9 @@ class Store:
         After a failure that took effect nevertheless the answer is False.
         """
         try:
-            self._retry("create", key, lambda: self._bucket.create(key, data), FileExistsError)
+            self._retry(
+                "create", key, lambda: self._object_store.create(key, data), FileExistsError
+            )
         except FileExistsError:
             return False
         self.traffic.sent += len(data)
@@ -260,17 +271,17 @@ class Store:
 
     def put(self, key: str, data: bytes) -> None:
         """Write an object in the place of an older one."""
-        self._retry("put", key, lambda: self._bucket.put(key, data))
+        self._retry("put", key, lambda: self._object_store.put(key, data))
         self.traffic.sent += len(data)
 
     def delete(self, key: str) -> None:
         """Remove an object, if it is there."""
         with contextlib.suppress(FileNotFoundError):
-            self._retry("delete", key, lambda: self._bucket.delete(key), FileNotFoundError)
+            self._retry("delete", key, lambda: self._object_store.delete(key), FileNotFoundError)
 
     def list(self, prefix: str) -> list[Entry]:
         """Return the objects below a folder."""
-        return self._retry("list", prefix, lambda: self._bucket.list(prefix))
+        return self._retry("list", prefix, lambda: self._object_store.list(prefix))
 
     def _retry(
         self, kind: str, key: str, request: Callable[[], _Result], *answers: type[Exception]
@@ -286,11 +297,12 @@ class Store:
         Raises:
           StoreError: requests failed for as long as `patience`, or it was refused.
         """
-        # Without a request that may find no object, there is no bucket.
-        refusals = (*self._bucket.refusals, FileNotFoundError)
-        pause, said = 0.1, False
+        # A request that lists FileNotFoundError as an answer found no object; for all others the
+        # error means that there is no such bucket, and that does not pass by waiting.
+        refusals = (*self._object_store.refusals, FileNotFoundError)
+        pause, is_logged = 0.1, False
         while True:
-            asked = self.clock.now()
+            start_time = self.clock.now()
             self.traffic.requests[kind] += 1
             try:
                 result = request()
@@ -298,20 +310,17 @@ class Store:
                 raise
             except Exception as error:  # each store has its own
                 what = f"{kind} {self.url}/{key}: {_error_line(error)}"
-                self._failed += self.clock.now() - asked
+                self._failed += self.clock.now() - start_time
                 if self._failed >= self.patience or isinstance(error, refusals):
                     raise StoreError(what) from error
-                if not said and pause > 1:
-                    self._say(f"{what}; trying again for {self.patience:g} s")
-                    said = True
+                if not is_logged and pause > 1:
+                    self._log(f"{what}; trying again for {self.patience:g} s")
+                    is_logged = True
                 self.clock.sleep(pause)
                 self._failed += pause
                 pause = min(2 * pause, 5.0)
             else:
                 return result
-
-
-_SECRET = re.compile(r"(?i)(signature|credential|token|secret|key|sig)=[^&\s\"']+")
 
 
 def _error_line(error: Exception) -> str:

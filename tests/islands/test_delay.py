@@ -92,13 +92,13 @@ def test_a_late_island_carries_all_updates_also_those_beside_the_exchange(tmp_pa
 def test_what_a_store_did_not_answer_beside_training_is_sent_with_the_next_exchange(tmp_path):
     island = delayed(tmp_path, "a", 0.3)
     store: Any = island.island._store
-    bucket, store._bucket = store._bucket, Unanswered(store._bucket)
+    bucket, store._object_store = store._object_store, Unanswered(store._object_store)
     island.train()
     island.exchange()
     island.train()
     island.exchange()
     np.testing.assert_array_equal(island.state.params["w"], [[-2.0]])  # nothing has landed
-    store._bucket = bucket
+    store._object_store = bucket
     for _ in range(2):
         island.train()
         island.exchange()

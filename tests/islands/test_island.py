@@ -354,9 +354,10 @@ def test_what_is_no_state_base_or_run_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sync_every": 5}, "`sync_every` of this run is 4, and this island has 5"),
+        ({"sync_every": 5}, "`sync_every` of this run is 4, and this island has 5: join with "),
         ({"codec": js.codecs.int8()}, "`codec` of this run is None"),
-        ({"outer_optimizer": optax.sgd(0.5)}, "`outer_optimizer` .* of this run is"),
+        ({"max_norm_ratio": 3.0}, "`max_norm_ratio` of this run is 10.0, and this island has 3.0"),
+        ({"outer_optimizer": optax.sgd(0.5)}, "`outer_optimizer` of this run is .*: give all "),
         ({"model": {"w": np.zeros((6, 2), np.float32)}}, r"the model of this run is .*w\[6,3\]"),
     ],
 )

@@ -90,13 +90,13 @@ class Unanswered:
     """A bucket that writes parts, and never says so."""
 
     def __init__(self, bucket: Any) -> None:
-        self._bucket = bucket
+        self._object_store = bucket
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._bucket, name)
+        return getattr(self._object_store, name)
 
     def put(self, key: str, data: bytes) -> None:
-        self._bucket.put(key, data)
+        self._object_store.put(key, data)
         if "/part-" in key:
             raise OSError("no answer")
 
@@ -104,10 +104,10 @@ class Unanswered:
 def test_after_a_part_whose_write_was_not_answered_no_update_is_lost(tmp_path):
     first, second = Trained(tmp_path, "a", 0.3), Trained(tmp_path, "b", 0.3)
     store: Any = first.island._store
-    bucket, store._bucket = store._bucket, Unanswered(store._bucket)
+    bucket, store._object_store = store._object_store, Unanswered(store._object_store)
     first.train()
     first.exchange()  # as far as it knows, it sent nothing
-    store._bucket = bucket
+    store._object_store = bucket
     second.train()
     second.exchange()
     first.train()

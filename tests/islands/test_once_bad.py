@@ -10,12 +10,20 @@ import jaxslowmo as js
 from islands.test_trust import NAN, SIZE, UNIT, life, moved, part
 from islands.world import Process, World
 from jaxslowmo.islands import IslandsError, _format
-from jaxslowmo.islands._format import Manifest, Run, Wire, leaf_descriptions, manifest_key, part_key
+from jaxslowmo.islands._anchors import Anchor, Rules
+from jaxslowmo.islands._format import (
+    Manifest,
+    PartCodec,
+    RunSettings,
+    leaf_descriptions,
+    manifest_key,
+    part_key,
+)
 from jaxslowmo.islands._optimizer import HostOptimizer
-from jaxslowmo.islands._rounds import Anchor, Rounds, Rules
-from jaxslowmo.islands._store import Store
+from jaxslowmo.islands._rounds import Rounds
+from jaxslowmo.islands._store import RetryingStore
 
-CODED = Wire(js.codecs.int8(block=SIZE), SIZE)
+CODED = PartCodec(js.codecs.int8(block=SIZE), SIZE)
 KEEPS_ONE: Any = {"snapshot_every": 1, "keep": 1}
 
 
@@ -52,8 +60,8 @@ def test_a_part_with_nan_whose_round_was_cleaned_up_poisons_no_later_one():
         moved(rounds, UNIT[1])
         ends.append(rounds.anchor)
 
-    life("a", world, repeat(6, []), wire=CODED, **KEEPS_ONE)
-    _, said = life("b", world, act, wire=CODED, **KEEPS_ONE)
+    life("a", world, repeat(6, []), part_codec=CODED, **KEEPS_ONE)
+    _, said = life("b", world, act, part_codec=CODED, **KEEPS_ONE)
     world.run()
     assert ends[0].values[0][1] < -0.3
     assert any("not finite" in line for line in said)
@@ -67,7 +75,7 @@ def test_what_a_checkpoint_kept_of_a_codec_starts_anew_if_it_is_not_finite():
         moved(rounds, UNIT[1])
         np.testing.assert_allclose(rounds.anchor.values[0], -UNIT[1], rtol=1e-2)
 
-    _, said = life("a", world, act, wire=CODED)
+    _, said = life("a", world, act, part_codec=CODED)
     world.run()
     assert any("not finite" in line for line in said)
 
@@ -111,7 +119,7 @@ def test_of_two_parts_of_one_island_the_newest_that_can_be_read_is_taken(earlier
     world, ends = World(lambda n: 0), list[Anchor]()
 
     def act(rounds: Rounds) -> None:
-        data = part(rounds.run, "b", NAN if kind == "NaN" else UNIT[3])
+        data = part(rounds.settings, "b", NAN if kind == "NaN" else UNIT[3])
         data = data[:-1] + b"\x01" if kind == "damaged" else data
         key = part_key(0, "b", earlier)
         world.objects[key] = world.ever[key] = data
@@ -149,8 +157,8 @@ def test_progress_is_dropped_for_an_earlier_part_only_if_that_counted(counts):
 
     def act(rounds: Rounds) -> None:
         key, name = part_key(0, "b", "0" * 16), manifest_key(0)
-        manifest = Manifest(rounds.run.run, 0, "b", [key])
-        world.objects[key] = part(rounds.run, "b", UNIT[3] if counts else NAN)
+        manifest = Manifest(rounds.settings.run_id, 0, "b", [key])
+        world.objects[key] = part(rounds.settings, "b", UNIT[3] if counts else NAN)
         world.objects[name] = manifest.dumps().encode()
         outcome = rounds.exchange([rounds.anchor.values[0] - UNIT[1]], 1.0, 1)
         assert outcome is not None
@@ -305,10 +313,12 @@ def named_rounds(process: Any, names: list[str]) -> Rounds:
     shapes = [(1,)] * len(names)
     optimizer = HostOptimizer(optax.sgd(1.0), [np.zeros(shape, np.float32) for shape in shapes])
     quiet = lambda line: None  # noqa: E731
-    store = Store(process, "memory://run", 5.0, process.clock, quiet)
-    agreed = Run("", "", "1", "None", optimizer.text, leaf_descriptions(names, shapes))
-    wire = Wire(None, len(names))
-    return Rounds(store, Rules("a"), optimizer, wire, agreed, quiet)
+    store = RetryingStore(process, "memory://run", 5.0, process.clock, quiet)
+    agreed = RunSettings(
+        "", "", "1", "None", optimizer.fingerprint, leaf_descriptions(names, shapes)
+    )
+    part_codec = PartCodec(None, len(names))
+    return Rounds(store, Rules("a"), optimizer, part_codec, agreed, quiet)
 
 
 def test_a_model_of_many_leaves_is_read_as_it_was_written():

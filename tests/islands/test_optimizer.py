@@ -44,13 +44,13 @@ def test_steps_are_those_of_optax(name):
     for x, y in zip(values, jax.tree.leaves(params), strict=True):
         assert (type(x), x.dtype) == (np.ndarray, np.float32)
         np.testing.assert_allclose(x, y, rtol=2e-6, atol=2e-6)
-    assert [(x.shape, x.dtype) for x in outer] == host.state
+    assert [(x.shape, x.dtype) for x in outer] == host.state_types
 
 
 def test_programs_are_told_apart_and_are_the_same_with_all_releases():
-    texts = {name: HostOptimizer(x, PARAMS).text for name, x in OPTIMIZERS.items()}
+    texts = {name: HostOptimizer(x, PARAMS).fingerprint for name, x in OPTIMIZERS.items()}
     assert len(set(texts.values())) == len(texts)
-    assert HostOptimizer(optax.sgd(0.71), PARAMS).text not in texts.values()
+    assert HostOptimizer(optax.sgd(0.71), PARAMS).fingerprint not in texts.values()
     assert (texts["nesterov"], texts["slowmo"], texts["adamw"]) == RECORDED
 
 

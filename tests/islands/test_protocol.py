@@ -16,24 +16,25 @@ from hypothesis import strategies as st
 import jaxslowmo as js
 from islands.world import Died, Process, World
 from jaxslowmo.islands import _rounds
+from jaxslowmo.islands._anchors import Anchor, Rules
 from jaxslowmo.islands._format import (
     Manifest,
-    Part,
-    Run,
-    Wire,
+    PartCodec,
+    PartHeader,
+    RunSettings,
     manifest_key,
     parse_arrays,
     parse_header,
 )
 from jaxslowmo.islands._optimizer import HostOptimizer
-from jaxslowmo.islands._rounds import Anchor, Outcome, Rounds, Rules
-from jaxslowmo.islands._store import Store, StoreError
+from jaxslowmo.islands._rounds import Outcome, Rounds
+from jaxslowmo.islands._store import RetryingStore, StoreError
 
 SIZE, PLACES = 64, 48
 ROUNDING = 1e-5  # what is left of a difference of parameters
 PATIENCE, DEADLINE, LONGEST_PAUSE = 3.0, 8.0, 2.0
 OPTIMIZER = HostOptimizer(optax.sgd(0.5, momentum=0.5, nesterov=True), [np.zeros(SIZE, np.float32)])
-WIRES = {None: Wire(None, SIZE), "int4": Wire(js.codecs.int4(block=SIZE), SIZE)}
+PART_CODECS = {None: PartCodec(None, SIZE), "int4": PartCodec(js.codecs.int4(block=SIZE), SIZE)}
 # Each displacement is one of these, at a place of its own; a codec loses some of it.
 UNITS = np.resize(np.array([1, 0.375, 0.75], np.float32), PLACES)
 CALM, SLOW, BAD = {}, {"delay": 10}, {"fails": 8, "times out": 8, "delay": 5, "outage": 1, "cut": 1}
@@ -91,7 +92,7 @@ class Example:
     def __init__(self, setting: Setting, seed: int, limit: int) -> None:
         self.setting, self.random, self.limit = setting, random.Random(seed), limit
         self.quorum = min(setting.quorum, setting.islands)
-        self.wire = WIRES[setting.codec]
+        self.part_codec = PART_CODECS[setting.codec]
         self.world = World(self.choose)
         self.world.trouble, self.world.spoils = dict(setting.trouble), dict(setting.spoils)
         self.places = iter(range(PLACES))
@@ -110,16 +111,16 @@ class Example:
 
     def rounds(self, process: Process) -> Rounds:
         """Return the rounds of a process that begins."""
-        store = Store(process, "memory://run", PATIENCE, process.clock, lambda line: None)
+        store = RetryingStore(process, "memory://run", PATIENCE, process.clock, lambda line: None)
         wanted = self.setting
         rules = Rules(
             process.island, self.quorum, DEADLINE, wanted.late_share, wanted.snapshot_every,
             wanted.keep,
         )  # fmt: skip
-        agreed = Run(
-            "", "", "1", self.setting.codec or "None", OPTIMIZER.text, [f"w[{SIZE}]"], 1e300
+        agreed = RunSettings(
+            "", "", "1", self.setting.codec or "None", OPTIMIZER.fingerprint, [f"w[{SIZE}]"], 1e300
         )
-        return Rounds(store, rules, OPTIMIZER, self.wire, agreed, lambda line: None)
+        return Rounds(store, rules, OPTIMIZER, self.part_codec, agreed, lambda line: None)
 
     def life(self, process: Process) -> None:
         """Join, train and exchange; if the process dies, begin another one later."""
@@ -224,7 +225,7 @@ class Example:
           times: (PLACES,) int: in how many parts each place was not 0.
         """
         ever = self.world.ever
-        run = Run.loads(ever["run.json"])
+        run = RunSettings.loads(ever["run.json"])
         firsts = [
             Anchor(0, [x], OPTIMIZER.init([x]))
             for x in map(start_of, (f"i{i}" for i in range(self.setting.islands)))
@@ -234,7 +235,7 @@ class Example:
         total, times = np.zeros(PLACES, np.float32), np.zeros(PLACES, int)
         while (key := manifest_key(number := len(anchors) - 1)) in ever:
             manifest = Manifest.loads(ever[key])
-            listed: list[Any] = [parse_header(ever[part], Part) for part in manifest.parts]
+            listed: list[Any] = [parse_header(ever[part], PartHeader) for part in manifest.parts]
             islands = {x.island for x in listed}
             assert len(islands) == len(listed) >= self.quorum
             assert manifest.author in islands
@@ -242,11 +243,11 @@ class Example:
             assert not is_early, f"round {number} closed without {before - islands}, too early"
             before = islands
             found = [x for x in manifest.parts if x not in self.world.lost | self.world.damaged]
-            payloads = [parse_arrays(ever[x], self.wire.shapes)[0] for x in found]
-            parts = [self.wire.decode(x) for x in payloads]
+            payloads = [parse_arrays(ever[x], self.part_codec.shapes)[0] for x in found]
+            parts = [self.part_codec.decode(x) for x in payloads]
             is_good = [bool(np.isfinite(x).all()) for x in parts]
             heads: list[Any] = [
-                parse_header(ever[x], Part) for x in itertools.compress(found, is_good)
+                parse_header(ever[x], PartHeader) for x in itertools.compress(found, is_good)
             ]
             parts = list(itertools.compress(parts, is_good))
             if not parts:

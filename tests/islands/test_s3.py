@@ -19,7 +19,7 @@ from safetensors.numpy import load
 import jaxslowmo as js
 from islands.silent import silent_server
 from jaxslowmo.islands import IslandsError
-from jaxslowmo.islands._store import ObjectStore
+from jaxslowmo.islands._store import ObstoreClient
 from support.replay import header, objects, replay
 from support.s3_server import BUCKET, KEY, SECRET, environment, make_bucket, served
 
@@ -97,7 +97,7 @@ def test_a_run_over_s3_is_that_over_a_folder_and_holds_no_credentials(run, tmp_p
 
 @pytest.mark.parametrize("place", ["s3", "folder"])
 def test_of_twelve_that_create_an_object_exactly_one_succeeds(place, run, tmp_path):
-    store = ObjectStore(run if place == "s3" else str(tmp_path))
+    store = ObstoreClient(run if place == "s3" else str(tmp_path))
 
     def created(number: int) -> int | None:
         try:
@@ -114,7 +114,7 @@ def test_of_twelve_that_create_an_object_exactly_one_succeeds(place, run, tmp_pa
 
 @pytest.mark.parametrize("place", ["s3", "folder"])
 def test_objects_of_any_size_are_read_and_listed_and_removed(place, run, tmp_path):
-    store = ObjectStore(run if place == "s3" else str(tmp_path))
+    store = ObstoreClient(run if place == "s3" else str(tmp_path))
     large = np.random.default_rng(0).bytes(17 * 2**20)
     for key, data in (("a/large", large), ("a/empty", b""), ("ab/other", b"x")):
         store.put(key, data)
@@ -214,7 +214,7 @@ def test_training_goes_on_while_the_store_is_away_and_no_update_is_lost(port, mo
         for name, value in environment(endpoint).items():
             monkeypatch.setenv(name, value)
         run = pool.submit(train_two, url, rounds, deadline_seconds=0.5)
-        while not run.done() and not ObjectStore(url).list("rounds/00000003"):
+        while not run.done() and not ObstoreClient(url).list("rounds/00000003"):
             time.sleep(0.01)
         store.close()
         time.sleep(2.5)

@@ -10,7 +10,7 @@ from islands.world import Process, World
 from jaxslowmo.islands import IslandsError
 from jaxslowmo.islands._format import round_folder
 from jaxslowmo.islands._rounds import Rounds
-from jaxslowmo.islands._store import ObjectStore, Store, StoreError
+from jaxslowmo.islands._store import ObstoreClient, RetryingStore, StoreError
 
 
 def act_alone(act: Callable[[Process], None]) -> World:
@@ -30,7 +30,7 @@ def test_what_does_not_pass_is_told_at_once_and_the_rest_after_a_while(error, as
             raise error("https://x.test/?signature=abc&x=1\nmore")
 
         setattr(process, asked, fails)
-        store = Store(process, "s3://b/run", 5.0, process.clock, lambda line: None)
+        store = RetryingStore(process, "s3://b/run", 5.0, process.clock, lambda line: None)
         message = rf"^{asked} s3://b/run/k: {error.__name__}: https://x.test/.signature=...&x=1$"
         with pytest.raises(StoreError, match=message):
             store.put("k", b"") if asked == "put" else store.list("k")
@@ -39,7 +39,7 @@ def test_what_does_not_pass_is_told_at_once_and_the_rest_after_a_while(error, as
 
 
 def test_refusals_of_a_bucket_do_not_pass(tmp_path):
-    refusals = ObjectStore(str(tmp_path)).refusals
+    refusals = ObstoreClient(str(tmp_path)).refusals
     assert {exceptions.PermissionDeniedError, exceptions.UnauthenticatedError} <= {*refusals}
 
 

@@ -139,7 +139,7 @@ def test_numbers_of_a_replica_are_no_parameters(base, tmp_path):
     _, state, _ = trained(island.transform(BASES[base]()), updates=0)
     place = island.exchange(state).exchange.local["island"]
     assert island._rounds is not None
-    np.testing.assert_array_equal(place.run, np.full(REPLICAS, island._rounds.run.short_id()))
+    np.testing.assert_array_equal(place.run, np.full(REPLICAS, island._rounds.settings.short_id()))
 
 
 @pytest.mark.parametrize(

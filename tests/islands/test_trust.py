@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +14,14 @@ from safetensors.numpy import save
 
 from islands.world import Process, World
 from jaxslowmo.islands import IslandsError
+from jaxslowmo.islands._anchors import Anchor, Rules
 from jaxslowmo.islands._format import (
+    Heartbeat,
     Manifest,
-    Note,
-    Part,
-    Run,
-    Snapshot,
-    Wire,
+    PartCodec,
+    PartHeader,
+    RunSettings,
+    SnapshotHeader,
     dump,
     manifest_key,
     parse_header,
@@ -27,13 +29,13 @@ from jaxslowmo.islands._format import (
     sha256,
 )
 from jaxslowmo.islands._optimizer import HostOptimizer
-from jaxslowmo.islands._rounds import Anchor, Rounds, Rules
-from jaxslowmo.islands._store import Store
+from jaxslowmo.islands._rounds import Rounds
+from jaxslowmo.islands._store import RetryingStore
 
 SIZE, DEADLINE = 8, 20.0
 OPTIMIZER = HostOptimizer(optax.sgd(1.0), [np.zeros(SIZE, np.float32)])
 UNIT = np.eye(SIZE, dtype=np.float32)
-PLAIN = Wire(None, SIZE)
+PLAIN = PartCodec(None, SIZE)
 
 
 def life(
@@ -41,7 +43,7 @@ def life(
     world: World,
     act: Callable[[Rounds], object],
     start: float = 0.0,
-    wire: Wire = PLAIN,
+    part_codec: PartCodec = PLAIN,
     optimizer: HostOptimizer = OPTIMIZER,
     **options: Any,
 ) -> tuple[Process, list[str]]:
@@ -49,10 +51,10 @@ def life(
     said: list[str] = []
 
     def run(process: Process) -> None:
-        store = Store(process, "memory://run", 5.0, process.clock, said.append)
-        agreed = Run("", "", "1", "None", optimizer.text, [f"w[{SIZE}]"])
+        store = RetryingStore(process, "memory://run", 5.0, process.clock, said.append)
+        agreed = RunSettings("", "", "1", "None", optimizer.fingerprint, [f"w[{SIZE}]"])
         rules = Rules(name, deadline_seconds=DEADLINE, **options)
-        rounds = Rounds(store, rules, optimizer, wire, agreed, said.append)
+        rounds = Rounds(store, rules, optimizer, part_codec, agreed, said.append)
         rounds.join([np.zeros(SIZE, np.float32)])
         process.sleep(1.0)  # until all have joined
         act(rounds)
@@ -65,20 +67,20 @@ def moved(rounds: Rounds, by: np.ndarray) -> None:
     rounds.exchange([rounds.anchor.values[0] - by], 1.0, 1)
 
 
-def part(run: Run, island: str, sent: np.ndarray, **header: Any) -> bytes:
+def part(run: RunSettings, island: str, sent: np.ndarray, **header: Any) -> bytes:
     """Return a part of round 0, whose header may be another one."""
-    head = Part(run.run, 0, island, run.digest, 1.0, 1, sha256(sent))
+    head = PartHeader(run.run_id, 0, island, run.digest, 1.0, 1, sha256(sent))
     return dump(dataclasses.replace(head, **header), {"displacement": sent})
 
 
 def same(anchor: Anchor, until: int | None = None) -> Anchor:
-    """Stand in for `Rounds._compute_anchor` on a machine that computes wrongly."""
+    """Stand in for `Anchors.compute` on a machine that computes wrongly."""
     del until
     return anchor
 
 
 NAN, INF = (np.where(UNIT[3] > 0, np.float32(x), UNIT[2]) for x in (np.nan, np.inf))
-BAD_PARTS: dict[str, tuple[Callable[[Run], bytes], str]] = {
+BAD_PARTS: dict[str, tuple[Callable[[RunSettings], bytes], str]] = {
     "truncated": (lambda run: part(run, "bad", UNIT[3])[:-4], "is unreadable: no safetensors"),
     "pickle": (lambda run: pickle.dumps({"displacement": UNIT[3]}), "is unreadable: no safeten"),
     "empty": (lambda run: b"", "is unreadable: no safetensors"),
@@ -99,7 +101,8 @@ BAD_PARTS: dict[str, tuple[Callable[[Run], bytes], str]] = {
     "weight 0": (lambda run: part(run, "bad", UNIT[3], weight=0.0), "has weight 0"),
     "weight < 0": (lambda run: part(run, "bad", UNIT[3], weight=-1.0), "other types: weight"),
     "another run": (
-        lambda run: part(dataclasses.replace(run, run="x"), "bad", UNIT[3]), "belongs to another",
+        lambda run: part(dataclasses.replace(run, run_id="x"), "bad", UNIT[3]),
+        "belongs to another",
     ),
     "another round": (lambda run: part(run, "bad", UNIT[3], round=1), "belongs to another run"),
     "another island": (lambda run: part(run, "good", UNIT[3]), "belongs to another run"),
@@ -119,7 +122,7 @@ def test_a_bad_part_is_left_out_by_all_and_named(kind):
     anchors: list[Anchor] = []
 
     def act(rounds: Rounds) -> None:
-        objects, run = world.objects, rounds.run
+        objects, run = world.objects, rounds.settings
         for i, island in enumerate(["good", "more"]):
             objects[part_key(0, island, "0")] = part(run, island, UNIT[i])
         objects[part_key(0, "bad", "0")] = bad(run)
@@ -155,7 +158,7 @@ def test_an_island_that_diverged_adopts_the_anchor_of_most(is_memory):
                 values[0].view(np.uint32)[0] ^= 1 << 20
                 rounds.anchor = Anchor(number, values, rounds.anchor.outer)
                 if not is_memory:  # its NumPy computes the same wrong value again
-                    rounds._compute_anchor = functools.partial(same, rounds.anchor)
+                    rounds._anchors.compute = functools.partial(same, rounds.anchor)
             moved(rounds, UNIT[number])
         ends.append(rounds.anchor)
 
@@ -204,23 +207,23 @@ def test_who_joins_after_a_part_was_damaged_adopts_the_anchor_of_those_who_were_
     np.testing.assert_allclose(ends[0].values[0], -5 * UNIT[direction], rtol=1e-6)
 
 
-GARBAGE: dict[str, tuple[Callable[[Run], bytes], str]] = {
+GARBAGE: dict[str, tuple[Callable[[RunSettings], bytes], str]] = {
     "half of it": (lambda run: b'{"version": 1', "is unreadable: no JSON object"),
     "too large": (lambda run: bytes(2 << 20), "is unreadable: 2097152 bytes"),
     "another schema": (lambda run: run.dumps().encode(), "is unreadable: fields"),
     "another run": (lambda run: Manifest("x", 0, "a").dumps().encode(), "belongs to another run"),
     "parts of another round": (
-        lambda run: Manifest(run.run, 0, "a", [part_key(1, "a", "0")]).dumps().encode(),
+        lambda run: Manifest(run.run_id, 0, "a", [part_key(1, "a", "0")]).dumps().encode(),
         "one part of each island",
     ),
     "two parts of an island": (
         lambda run: Manifest(
-            run.run, 0, "a", [part_key(0, "a", "0"), part_key(0, "a", "1")]
+            run.run_id, 0, "a", [part_key(0, "a", "0"), part_key(0, "a", "1")]
         ).dumps().encode(),
         "one part of each island",
     ),
     "no part": (
-        lambda run: Manifest(run.run, 0, "a", ["run.json"]).dumps().encode(),
+        lambda run: Manifest(run.run_id, 0, "a", ["run.json"]).dumps().encode(),
         "one part of each island",
     ),
 }  # fmt: skip
@@ -232,8 +235,8 @@ def test_a_manifest_that_is_garbage_is_named(kind):
     world = World(lambda n: 0)
 
     def act(rounds: Rounds) -> None:
-        world.objects[manifest_key(0)] = garbage(rounds.run)
-        with pytest.raises(IslandsError, match=message) as error:
+        world.objects[manifest_key(0)] = garbage(rounds.settings)
+        with pytest.raises(IslandsError, match=f"{message}.* begin another run") as error:
             moved(rounds, UNIT[0])
         assert str(error.value).startswith("memory://run/rounds/00000000/manifest.json ")
         assert "\n" not in str(error.value)
@@ -245,13 +248,15 @@ def test_a_manifest_that_is_garbage_is_named(kind):
 @pytest.mark.parametrize(
     "record",
     [
-        Run("r", "d", "1", "None", "o", ["w[2,3]", "b[]"], 5.0),
-        Part("r", 7, "a-b.c_d", "d", 0.5, 12, "s"),
+        RunSettings("r", "d", "1", "None", "o", ["w[2,3]", "b[]"], 5.0),
+        PartHeader("r", 7, "a-b.c_d", "d", 0.5, 12, "s"),
         Manifest("r", 7, "a", ["rounds/00000007/part-a-0"]),
-        Snapshot("r", 7, "d"),
-        Note("r", "a", "p", 1, 2, 3, 4),
+        SnapshotHeader("r", 7, "d"),
+        Heartbeat("r", "a", "p", 1, 2, 3, 4),
     ],
 )
 def test_a_header_is_read_as_it_was_written(record):
+    names = {x.name for x in dataclasses.fields(record)}
+    assert json.loads(record.dumps()).keys() == names - {"run_id"} | {"run", "version"}
     assert type(record).loads(record.dumps()) == record
     assert parse_header(dump(record, {"x": UNIT}), type(record)) == record

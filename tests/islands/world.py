@@ -83,8 +83,8 @@ class World:
             fate = "fails"
         elif island.is_asking and (fate == "silent" or self.time < island.silent_until):
             # Each request takes all the time that it has.
-            island.wake, island.is_unanswered = self.time + island.seconds, True
-            island.store_time += island.seconds
+            island.wake, island.is_unanswered = self.time + island.timeout_seconds, True
+            island.store_time += island.timeout_seconds
             return
         if fate == "delay":  # its request is under way
             seconds = (0.3, 1.0, 9.0)[self.choose(3)]
@@ -129,7 +129,7 @@ class World:
 
 
 class Process(threading.Thread):
-    """A process of an island, which is also its `Bucket`.
+    """A process of an island, which is also its `ObjectStore`.
 
     Args:
       world: where it runs.
@@ -143,7 +143,7 @@ class Process(threading.Thread):
     """
 
     refusals: tuple[type[Exception], ...] = (PermissionError,)
-    seconds = 1.0
+    timeout_seconds = 1.0
 
     def __init__(
         self, world: World, name: str, life: Callable[["Process"], None], start: float

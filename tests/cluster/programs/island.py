@@ -75,14 +75,14 @@ class Marked:
     """A bucket that tells what begins and ends."""
 
     def __init__(self, bucket: Any) -> None:
-        self._bucket = bucket
+        self._object_store = bucket
         self.delete, self.list, self.refusals = bucket.delete, bucket.list, bucket.refusals
-        self.seconds = bucket.seconds
+        self.timeout_seconds = bucket.timeout_seconds
 
     def get(self, key: str, limit: int | None) -> bytes:
         if "/part-" in key:
             tell(mark="reading begins", key=key)
-        return self._bucket.get(key, limit)
+        return self._object_store.get(key, limit)
 
     def create(self, key: str, data: bytes) -> None:
         self._marked("create", key, data)
@@ -94,7 +94,7 @@ class Marked:
         what = next((x for x in ("part", "manifest", "snapshot") if x in key), "other")
         tell(mark=f"{what} begins", key=key)
         try:
-            getattr(self._bucket, method)(key, data)
+            getattr(self._object_store, method)(key, data)
         except FileExistsError:
             tell(mark=f"{what} was there", key=key)
             raise
@@ -154,7 +154,7 @@ def main() -> None:
             late=ARGS.late, snapshot_every=ARGS.snapshot_every, keep=None, delay=ARGS.delay,
         )  # fmt: skip
         assert island._store is not None
-        island._store._bucket = Marked(island._store._bucket)
+        island._store._object_store = Marked(island._store._object_store)
         mesh, sync, seed = js.make_mesh({R: REPLICAS}), island.transform(), sum(ARGS.name.encode())
     else:
         mesh, seed = js.make_mesh({R: GROUP * REPLICAS}), int(ARGS.name)
