@@ -281,7 +281,7 @@ class Algorithm:
                 due = [] if event.replaces else due
                 number = 0
                 if event.forms is not None:
-                    number = _exchanges(event, events[i + 1 :], t - 1) - skipped
+                    number = _num_exchanges(event, events[i + 1 :], t - 1) - skipped
                 due.append(event.name_in_phase(number))
         return tuple(due)
 
@@ -289,7 +289,7 @@ class Algorithm:
         """Return the `skipped` of `phase` from the local state of one replica after update t."""
         for i, event in enumerate(self.events):
             if event.forms is not None and self.count is not None:
-                return _exchanges(event, self.events[i + 1 :], t) - self.count(local)
+                return _num_exchanges(event, self.events[i + 1 :], t) - self.count(local)
         return 0
 
     def due(self, t: Any) -> Any:
@@ -494,15 +494,18 @@ def _choice(due: Any, number: Any, otherwise: Any) -> Any:
     return jnp.where(due, number, otherwise)
 
 
-def _exchanges(event: Event, later: Sequence[Event], t: int) -> int:
+def _num_exchanges(event: Event, later: Sequence[Event], t: int) -> int:
     """Return in how many of the updates 1 to `t` an event runs, not replaced by a later one."""
-    replacing = [x for x in later if x.replaces]
-    if replacing and not (isinstance(event.due, Every) and event.due.is_always):
-        is_replaced = (any(x.due(i) for x in replacing) for i in range(1, t + 1))
-        return sum(bool(event.due(i)) for i, other in enumerate(is_replaced, 1) if not other)
-    return _times(event.due, t) - sum(_times(x.due, t) for x in replacing)
+    replacing = [x.due for x in later if x.replaces]
+    if not replacing:
+        return _num_due(event.due, t)
+    if len(replacing) == 1 and isinstance(event.due, Every) and event.due.is_always:
+        return t - _num_due(replacing[0], t)  # without a loop, since the host asks in every update
+    return sum(
+        bool(event.due(i)) and not any(due(i) for due in replacing) for i in range(1, t + 1)
+    )
 
 
-def _times(due: Callable[[Any], Any], t: int) -> int:
+def _num_due(due: Callable[[Any], Any], t: int) -> int:
     """Return how many of the updates 1 to `t` are due."""
     return due.times(t) if isinstance(due, Every) else sum(bool(due(i)) for i in range(1, t + 1))
