@@ -11,7 +11,7 @@ from .outer import (
     Fragments,
     checked_aggregate,
     outer_algorithm,
-    shards_state,
+    resolve_shard_state,
 )
 
 
@@ -96,7 +96,7 @@ def diloco(
         group,
         as_schedule(sync_every),
         outer_optimizer,
-        is_sharded=shards_state(owner, shard_state, group, is_element_wise=is_element_wise),
+        is_sharded=resolve_shard_state(owner, shard_state, group, is_element_wise=is_element_wise),
         is_element_wise=is_element_wise,
         fragments=fragments,
         delay=delay,

@@ -26,7 +26,7 @@ from ..transform import (
     checked_group,
     every,
 )
-from .outer import ALONE, Fragments, OuterRate, outer_algorithm, shards_state
+from .outer import ALONE, Fragments, OuterRate, outer_algorithm, resolve_shard_state
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
@@ -115,7 +115,7 @@ def slowmo(
             "True cannot shard: leave it out."
         )
     inner = ALONE if base is None else base.algorithm
-    shard_state = shards_state(owner, shard_state, group, exact_average=exact_average)
+    shard_state = resolve_shard_state(owner, shard_state, group, exact_average=exact_average)
     # Wang et al., algorithm 1: tau steps of the base algorithm, the exact average (line 6), and the
     # slow momentum update (lines 7 and 8), which is the outer optimizer here.
     algorithm = outer_algorithm(

@@ -501,9 +501,7 @@ def _num_exchanges(event: Event, later: Sequence[Event], t: int) -> int:
         return _num_due(event.due, t)
     if len(replacing) == 1 and isinstance(event.due, Every) and event.due.is_always:
         return t - _num_due(replacing[0], t)  # without a loop, since the host asks in every update
-    return sum(
-        bool(event.due(i)) and not any(due(i) for due in replacing) for i in range(1, t + 1)
-    )
+    return sum(bool(event.due(i)) and not any(due(i) for due in replacing) for i in range(1, t + 1))
 
 
 def _num_due(due: Callable[[Any], Any], t: int) -> int:

@@ -13,5 +13,5 @@ from ._outer import ALONE as ALONE
 from ._outer import NO_RATE as NO_RATE
 from ._outer import OuterRate as OuterRate
 from ._outer import outer_algorithm as outer_algorithm
-from ._outer import shards_state as shards_state
+from ._outer import resolve_shard_state as resolve_shard_state
 from ._read_anchor import read_anchor as read_anchor

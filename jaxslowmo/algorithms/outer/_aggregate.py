@@ -34,7 +34,7 @@ class RadialDirectional:
         parts = [scale(x, mass) for x in parts]
         numbers = jnp.stack([*(scale(n, mass).astype(mass.dtype) for n in norms), mass])
         *radii, total = replicas.plain.mean_number(numbers)
-        means = replicas.reduce_scatter(treedef.unflatten(parts), role="slow")
+        means = replicas.mean_scatter(treedef.unflatten(parts), role="slow")
         out = []
         for x, radius, is_radial in zip(jax.tree.leaves(means), radii, chosen, strict=True):
             x = quotient(x, jnp.sqrt(jnp.sum(jnp.square(x)))) if is_radial else x

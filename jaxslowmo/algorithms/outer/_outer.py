@@ -42,7 +42,7 @@ from ...transform import (
 from ...tree import Staged, add, at_least_float32, parts_of, subtract, widen_updates
 from .._error_feedback import first_memory, has_leaves, next_residual, part_to_send
 from ._aggregate import NormWeighted, RadialDirectional
-from ._blocks import DisplacementFn, slow_step, slow_step_in_blocks
+from ._chunks import AnchorStep, DisplacementFn, slow_step, slow_step_in_chunks
 from ._fragments import (
     ALL_LEAVES,
     NOTHING,
@@ -70,7 +70,7 @@ from ._fragments import (
 ALONE = Algorithm(owner="alone")
 """The base of an outer optimizer without one: it exchanges nothing."""
 
-NO_RATE = -1.0  # marks a replica that has run out of data, whose optimizer has not counted on
+NO_RATE = -1.0  # rate of a replica that has run out of data, whose optimizer made no step
 
 
 class OuterRate(NamedTuple):
@@ -473,11 +473,15 @@ class _SlowStep:
         taken_at = None
         if rate is not None:
             taken_at = flight.rate if rate.is_passed else replicas.plain.same(flight.rate)
-        after = self.move_anchor(displacement, mass, taken_at, after)
+        after = self.outer_step(displacement, mass, taken_at, after)
         is_whole = replicas.plain.same(flight.parts) == self.outer.delay
         # No conditional, beside which nothing would run: the slow step itself sends little.
-        after = jax.tree.map(lambda new, old: jnp.where(is_whole, new, old), after[1:], carry[1:])
-        return self.with_flight(Carry(carry.before, *after), flight.drop())
+        after = jax.tree.map(
+            lambda new, old: jnp.where(is_whole, new, old),
+            after._replace(before=()),
+            carry._replace(before=()),
+        )
+        return self.with_flight(after._replace(before=carry.before), flight.drop())
 
     def flight(self, carry: Carry) -> InFlight:
         """Return what is in flight of the fragment."""
@@ -503,15 +507,15 @@ class _SlowStep:
         # D, the pseudo-gradient: the displacement since the last slow step, sign reversed.
         rate = self.outer.rate_of(self.context)
         if not self.outer.exact_average:
-            values = jax.tree.map(subtract, carry.local["anchor"], carry.params)
-            return self.move_anchor(values, None, rate, carry)
-        values, mass = self.weighted_values(carry)
+            displacement = jax.tree.map(subtract, carry.local["anchor"], carry.params)
+            return self.outer_step(displacement, None, rate, carry)
+        x, mass = self.weighted_values(carry)
         if self.outer.group.codec is None:
-            return self.move_anchor(values, mass, rate, carry, self.displacement_fn(mass))
-        parts, anyone = self.displacement_to_send(values, mass, carry)
-        values, lost = self.replicas.reduce_scatter_in_codec(parts, role="slow")
-        values, carry = self.update_residual(values, lost, anyone, carry)
-        return self.move_anchor(values, mass, rate, carry)
+            return self.exchange_and_step(x, self.displacement_fn(mass), mass, rate, carry)
+        parts, anyone = self.displacement_to_send(x, mass, carry)
+        displacement, lost = self.replicas.mean_scatter_in_codec(parts, role="slow")
+        displacement, carry = self.update_residual(displacement, lost, anyone, carry)
+        return self.outer_step(displacement, mass, rate, carry)
 
     def weighted_params(self, carry: Carry) -> tuple[PyTree, jax.Array | None]:
         """Return the weighted parameters and their weight, None if it is always 1."""
@@ -537,7 +541,10 @@ class _SlowStep:
         return x, mass
 
     def weighted_values(self, carry: Carry) -> tuple[PyTree, jax.Array | None]:
-        """Return the fragment's weighted parameters and their weight, less if it moved too far."""
+        """Return the fragment's weighted parameters and their weight.
+
+        With `norm_weighted` both are reduced where this replica moved further than others.
+        """
         x, mass = self.weighted_params(carry)
         x, aggregate = self.fragment.select(x), self.outer.aggregate
         if not isinstance(aggregate, NormWeighted):
@@ -566,7 +573,7 @@ class _SlowStep:
             return jnp.where(total > 0, quotient(leaf, total), old)
 
         def mean_displacement(group: ReplicaGroup, x: PyTree, anchor: PyTree) -> PyTree:
-            mean = jax.tree.map(mean_of, group.reduce_scatter(x, role="slow"), anchor)
+            mean = jax.tree.map(mean_of, group.mean_scatter(x, role="slow"), anchor)
             return jax.tree.map(subtract, anchor, mean)
 
         return mean_displacement
@@ -600,22 +607,44 @@ class _SlowStep:
             sent = sent._replace(residual=self.fragment.write(sent.residual, residual))
         return displacement, carry._replace(local=carry.local | {"sent": sent})
 
-    def move_anchor(
+    def outer_step(
+        self, displacement: PyTree, mass: jax.Array | None, rate: jax.Array | None, carry: Carry
+    ) -> Carry:
+        """Return the carry after an outer step with D, of which this replica has its blocks."""
+        step, anchor, outer, after = self.prepare_step(mass, rate, carry)
+        anchor, outer = step(displacement, anchor, outer)
+        whole, anchor, after = self.gather_anchor(anchor, after)
+        return self.set_params(whole, anchor, outer, after, carry)
+
+    def exchange_and_step(
         self,
-        values: PyTree,
+        x: PyTree,
+        displacement_fn: DisplacementFn,
         mass: jax.Array | None,
         rate: jax.Array | None,
         carry: Carry,
-        displacement_fn: DisplacementFn | None = None,
     ) -> Carry:
-        """Return the carry after the outer optimizer's step.
+        """Return the carry after an outer step with D = `displacement_fn(replicas, x, anchor)`.
 
-        D is `displacement_fn(replicas, values, anchor)`, of any leaves of weighted parameters;
-        without it D are the values.
+        x are the weighted parameters, of which large leaves are taken in chunks.
         """
-        settings, fragment, replicas, old = self.outer, self.fragment, self.replicas, carry
+        step, anchor, outer, after = self.prepare_step(mass, rate, carry)
+        run = slow_step
+        if self.outer.is_element_wise:
+            run = functools.partial(slow_step_in_chunks, count=self.context.count)
+        whole, anchor, outer = run(displacement_fn, step, self.replicas, x, anchor, outer)
+        return self.set_params(whole, anchor, outer, after, carry)
+
+    def prepare_step(
+        self, mass: jax.Array | None, rate: jax.Array | None, carry: Carry
+    ) -> tuple[AnchorStep, PyTree, Any, Carry]:
+        """Return the outer optimizer's step, the fragment's anchor and outer state, and the carry.
+
+        The carry's statistics are averaged, and replicas have agreed on the rate.
+        """
+        settings, fragment = self.outer, self.fragment
         if carry.statistics and settings.exact_average:
-            means = replicas.plain.mean(carry.statistics, mass)
+            means = self.replicas.plain.mean(carry.statistics, mass)
             carry = carry._replace(statistics=means)
         state, options = carry.shared if settings.exact_average else carry.local, {}
         stepper, anchor = settings.stepper(carry.before, fragment), fragment.select(state["anchor"])
@@ -636,20 +665,27 @@ class _SlowStep:
                 raise
             return jax.tree.map(add, anchor, step), outer
 
-        # The anchor replaces the parameters. Adding a step to them instead would let the replicas
-        # drift apart by rounding, a little with every slow step.
-        if displacement_fn is None:
-            anchor, outer = step(values, anchor, outer)
-            whole, anchor, carry = self.gather_anchor(anchor, carry)
-        else:
-            run = slow_step
-            if settings.is_element_wise:
-                run = functools.partial(slow_step_in_blocks, count=self.context.count)
-            whole, anchor, outer = run(displacement_fn, step, replicas, values, anchor, outer)
+        return step, anchor, outer, carry
+
+    def set_params(
+        self, whole: PyTree, anchor: PyTree, outer: Any, carry: Carry, old: Carry
+    ) -> Carry:
+        """Return the carry with a new anchor and outer state, and parameters set to the anchor.
+
+        Args:
+          whole: the fragment's whole new anchor, or where all replicas continue instead.
+          anchor: this replica's blocks of it.
+          outer: the fragment's outer state.
+          carry: the carry after the step.
+          old: the carry before it.
+        """
+        settings, fragment = self.outer, self.fragment
+        state = carry.shared if settings.exact_average else carry.local
         outer = with_state(state["outer"], fragment, outer, state["anchor"])
         new = {"anchor": fragment.write(state["anchor"], anchor), "outer": outer}
-        local = fragment.select(carry.params)
-        target = merge_params(local, whole, settings.merge)
+        # The anchor replaces the parameters. Adding a step to them instead would let the replicas
+        # drift apart by rounding, a little with every slow step.
+        target = merge_params(fragment.select(carry.params), whole, settings.merge)
         # Rounded as the parameters are: all replicas go on from one value.
         leaves = fragment.select(carry.before)
         target = widen_updates(jax.tree.map(lambda p, t: t.astype(p.dtype), leaves, target))
@@ -668,7 +704,7 @@ class _SlowStep:
             carry = carry._replace(local=local, shared=carry.shared | new)
         else:
             carry = carry._replace(local=carry.local | new)
-        return update_moments(old, carry, replicas, self.context, settings.to_moments)
+        return update_moments(old, carry, self.replicas, self.context, settings.to_moments)
 
     def agree_on_rate(
         self, source: OuterRate, outer: Any, rate: jax.Array, carry: Carry
@@ -746,7 +782,7 @@ def _drop_in_flight(local: Any, due: Any, *, number: int) -> Any:
     return with_flight(local, number, local["in_flight"][number].drop(due))
 
 
-def shards_state(
+def resolve_shard_state(
     owner: str,
     shard_state: bool | None,
     group: ReplicaGroup,
