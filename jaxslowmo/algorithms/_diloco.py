@@ -57,7 +57,7 @@ def diloco(
 
     Returns:
       A `ParameterTransform` with `state.shared["anchor"]` and `["outer"]`, the state of
-      `outer_optimizer`, in float32, as is the exchange without a codec.
+      `outer_optimizer`. They and the exchange without a codec have float32, or the leaf's float64.
 
     Raises:
       ValueError: sync_every < 1, an invalid `codec`, an outer optimizer that is no optax transform,

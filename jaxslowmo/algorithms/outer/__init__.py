@@ -1,4 +1,4 @@
-"""An outer optimizer that moves all replicas once in a while: slowmo and diloco."""
+"""Outer steps on an anchor: of slowmo, diloco, and local_sgd with fragments, delay or merge."""
 
 from ._aggregate import Aggregate as Aggregate
 from ._aggregate import NormWeighted as NormWeighted
