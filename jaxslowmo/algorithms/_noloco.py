@@ -79,7 +79,7 @@ def noloco(
       UserWarning: once, if the axis has size 1; the replica then has no outer steps.
 
     Communication: in an outer step one collective-permute per buffer, N bytes in the anchor's
-      dtypes; with a `pull` of its own 2N. Nothing in other updates; no collective over all replicas.
+      dtypes; with a `pull` of its own 2N. Nothing in other updates, nor ever over all replicas.
 
     Source: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large
       Models", 2025, arXiv 2506.10911; github.com/gensyn-ai/noloco, `sparse_optimizer_c.py`.

@@ -130,7 +130,7 @@ class _Outer:
       inner_state: what a slow step does to the moments of the inner optimizer, or the periods in
         which they are averaged.
       aggregate: how the displacements of replicas become one; None: by their mean.
-      known: the fragments of the parameters that it is bound to; () before that.
+      bound_fragments: the fragments of the parameters that it is bound to; () before that.
     """
 
     owner: str
@@ -147,7 +147,7 @@ class _Outer:
     merge: float = 0.0
     inner_state: InnerPeriods = "keep"
     aggregate: RadialDirectional | NormWeighted | None = None
-    known: tuple[Fragment, ...] = ()
+    bound_fragments: tuple[Fragment, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise `ValueError` unless fragments, delay and merge fit the other arguments."""
@@ -185,7 +185,7 @@ class _Outer:
         """The number of fragments; None: a function gives it, and the parameters are not known."""
         if isinstance(self.fragments, Layers):
             return self.fragments.count
-        return (len(self.known) or None) if callable(self.fragments) else self.fragments
+        return (len(self.bound_fragments) or None) if callable(self.fragments) else self.fragments
 
     @property
     def to_moments(self) -> InnerState:
@@ -219,7 +219,7 @@ class _Outer:
             group = replace(group, without=(self.fragments.where, self.fragments.axis))
         elif self.fragments != 1 and parts_of(params, Staged):  # cut along the last dimension
             group = replace(group, without=(lambda name: True, -1))
-        known = self.known if params is None else self.make_fragments(params)
+        fragments = self.bound_fragments if params is None else self.make_fragments(params)
         if self.aggregate is not None and parts_of(params, Staged):
             raise ArgumentError(
                 "aggregate",
@@ -233,7 +233,9 @@ class _Outer:
         fits = fits and (self.is_sharded is not None or not parts_of(params, Staged))
         is_sharded = self.is_sharded if fits else False
         group = replace(group, is_cut=is_sharded)
-        bound = replace(self, base=base, group=group, known=known, is_sharded=is_sharded)
+        bound = replace(
+            self, base=base, group=group, bound_fragments=fragments, is_sharded=is_sharded
+        )
         inside = bound.wrapped_base
         algorithm = Algorithm(
             groups=(*base.groups, group),
@@ -287,20 +289,20 @@ class _Outer:
         events = [_wrap_shared_state(event) for event in self.wrapped_base.events]
         for schedule in schedules:
             event = functools.partial(self.event, schedule)
-            of_slow = {"replaces": self.replaces_base, "inner_state": self.to_moments}
+            slow_options = {"replaces": self.replaces_base, "inner_state": self.to_moments}
             if not self.delay:
-                events.append(event(SLOW, schedule.every, _SlowStep.run, **of_slow))
+                events.append(event(SLOW, schedule.every, _SlowStep.run, **slow_options))
                 continue
             missed = functools.partial(_drop_in_flight, number=schedule.number)
             # With a conditional around it the exchange would run beside nothing. Where any update
             # but one sends, that one overwrites what it sent.
             always = self.delay == self.schedule.k - 1 and len(schedules) == 1
-            send = {"missed": missed, "is_unconditional": always}
+            send_options = {"missed": missed, "is_unconditional": always}
             events += [
                 # It comes first: where it is not due, taking overwrites what it sent.
-                event(SEND, schedule.sends, _SlowStep.send, **send),
+                event(SEND, schedule.sends, _SlowStep.send, **send_options),
                 event(TAKE, schedule.takes, _SlowStep.take, missed=missed),
-                event(SLOW, schedule.every, _SlowStep.apply, missed=missed, **of_slow),
+                event(SLOW, schedule.every, _SlowStep.apply, missed=missed, **slow_options),
             ]
         return (*events, *moment_events(self.owner, self.inner_state, self.group)[1])
 
@@ -315,7 +317,7 @@ class _Outer:
         """Return an event of the fragment with this schedule."""
 
         def run(carry: Carry, replicas: ReplicaGroup, context: UpdateContext) -> Carry:
-            fragment = self.known[schedule.number]
+            fragment = self.bound_fragments[schedule.number]
             replicas = replicas.for_leaves(carry.before, fragment.places, fragment.unflatten)
             return do(_SlowStep(self, fragment, replicas, context), carry)
 
@@ -328,7 +330,7 @@ class _Outer:
         state: dict[str, Any] = {"base": self.base.local(params)}
         if self.rate is not None and self.rate.is_passed:
             # The largest rate since the last slow step of each fragment.
-            state["rates"] = jnp.zeros([max(1, len(self.known))], jnp.float32)
+            state["rates"] = jnp.zeros([max(1, len(self.bound_fragments))], jnp.float32)
         if not self.exact_average:
             state |= self.first_outer_state(params)
         if self.group.codec is not None:
@@ -339,7 +341,7 @@ class _Outer:
             residual = state["sent"].residual if "sent" in state else ()
             state["in_flight"] = tuple(
                 nothing_in_flight(x.select(params), _select_residual(x, residual))
-                for x in self.known
+                for x in self.bound_fragments
             )
         return state
 
@@ -352,8 +354,8 @@ class _Outer:
         """Return the first anchor, and the state of the outer optimizer."""
         # The anchor sums many small displacements, which half precision would lose.
         anchor = jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), params)
-        states = [self.stepper(params, x).init(x.select(anchor)) for x in self.known]
-        return {"anchor": anchor, "outer": combine_states(states, self.known, anchor)}
+        states = [self.stepper(params, x).init(x.select(anchor)) for x in self.bound_fragments]
+        return {"anchor": anchor, "outer": combine_states(states, self.bound_fragments, anchor)}
 
     def stepper(self, params: PyTree, fragment: Fragment) -> optax.GradientTransformationExtraArgs:
         """Return the optimizer of a fragment's anchor.
@@ -380,7 +382,7 @@ class _Outer:
             return updates, local, shared
         state = shared if self.exact_average else local
         outer = state["outer"]
-        for fragment in self.known:
+        for fragment in self.bound_fragments:
             one = fragment_state(outer, fragment, self.optimizer.init, state["anchor"])
             outer = with_state(outer, fragment, self.rate.observe(one, rate), state["anchor"])
         state = state | {"outer": outer}
@@ -526,11 +528,11 @@ class _SlowStep:
             pairs = base.mass(carry.local)
         if pairs is not None:
 
-            def weighted_sum(own: jax.Array, *others: jax.Array) -> jax.Array:
-                terms = zip(pairs, (own, *others), strict=True)
+            def weighted_sum(leaf: jax.Array, *others: jax.Array) -> jax.Array:
+                terms = zip(pairs, (leaf, *others), strict=True)
                 return sum(
-                    (w.astype(own.dtype) * x.astype(own.dtype) for (w, _), x in terms),
-                    start=jnp.zeros_like(own),
+                    (w.astype(leaf.dtype) * x.astype(leaf.dtype) for (w, _), x in terms),
+                    start=jnp.zeros_like(leaf),
                 )
 
             x = jax.tree.map(weighted_sum, x, *(tree for _, tree in pairs[1:]))
