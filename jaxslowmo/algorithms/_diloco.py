@@ -73,9 +73,9 @@ def diloco(
     """
     owner = "diloco"
     group = checked_group(owner, axis_name, local_axis_name, bucket_bytes, codec)
-    how = checked_aggregate(owner, aggregate, shard_state=shard_state, codec=codec, delay=delay)
-    shard_state = shard_state if how is None else False
-    is_element_wise = how is None and (outer_optimizer is None or shard_state is True)
+    rule = checked_aggregate(owner, aggregate, shard_state=shard_state, codec=codec, delay=delay)
+    shard_state = shard_state if rule is None else False
+    is_element_wise = rule is None and (outer_optimizer is None or shard_state is True)
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     if not isinstance(outer_optimizer, optax.GradientTransformation) or isinstance(
@@ -102,6 +102,6 @@ def diloco(
         delay=delay,
         merge=merge,
         inner_state=inner_state,
-        aggregate=how,
+        aggregate=rule,
     )
     return ParameterTransform(algorithm)

@@ -88,10 +88,11 @@ def slow_step_in_chunks(
         after = form.flatten_up_to(after)
         return [x, a, *(after[i] for i in places)], after
 
-    def step_in_branch(*operands: Any) -> tuple[PyTree, Any]:
+    def step_in_branch(displacement: PyTree, anchor: PyTree, outer: Any) -> tuple[PyTree, Any]:
         # XLA would compute in the write of the anchor what the moments have been, and in theirs
         # what the anchor has been, and copy both; but not beyond a conditional.
         is_due = unseen_zero(count) == 0
+        operands = displacement, anchor, outer
         return run_if(is_due, lambda x: step(*x), lambda x: x[1:], operands, axes=())
 
     rest = Fragment(places=tuple(i for i in range(len(jax.tree.leaves(params))) if i not in large))

@@ -236,20 +236,20 @@ class _Outer:
         bound = replace(
             self, base=base, group=group, bound_fragments=fragments, is_sharded=is_sharded
         )
-        inside = bound.wrapped_base
+        wrapped_base = bound.wrapped_base
         algorithm = Algorithm(
             groups=(*base.groups, group),
             local=bound.first_local_state,
             shared=bound.first_shared_state,
-            mass=inside.mass,
+            mass=wrapped_base.mass,
             counts_alike=base.counts_alike,
-            reset=inside.reset,
+            reset=wrapped_base.reset,
             owner=self.owner,
             is_sharded=is_sharded,
             begin=bound.begin,
             needs_rate=base.needs_rate or (self.rate is not None and self.rate.is_passed),
-            count=inside.count,
-            permit=inside.permit,
+            count=wrapped_base.count,
+            permit=wrapped_base.permit,
             has_anchor=True,
             bind=bound.algorithm,
         )
