@@ -67,6 +67,7 @@ def test_phases_and_programs_follow_from_the_events(told, data):
         assert notes(tx, t, communicate=never) == ("9" * sum(due) or "0")
     assert set(tx.phases()) == {tx.phase(t) for t in range(1, 13)}
 
+
 @given(
     st.integers(1, 3),
     st.integers(1, 3),
@@ -90,7 +91,6 @@ def test_forms_take_turns_by_the_exchanges_that_nothing_replaces(period, forms, 
         assert rounds == [f"round {exchanges % forms}"] * is_due
         exchanges += is_due
         assert algorithm.skip_count(exchanges - 1, t) == 1
-
 
 
 def test_a_local_update_passes_a_conditional_per_alternative():

@@ -1,4 +1,4 @@
-"""Fragments: parts of a model with slow steps at different times, whose exchange may last updates.
+"""Parts of a model with slow steps at different times, whose exchange may last several updates.
 
 `delay` updates pass between taking what replicas send and applying its mean. Each of them averages
 one part, from values in the state alone, so a compiler can run the exchange beside forward and

@@ -1,13 +1,13 @@
-"""An outer optimizer on the displacement of the replicas since the last slow step.
+"""An outer optimizer, which steps an anchor by the displacement of the replicas since its last step.
 
-SlowMo and DiLoCo are this algorithm with different outer optimizers. A model is a list of
-fragments, whose slow steps are due one after another; as a rule of one fragment, the whole model.
+SlowMo and DiLoCo are this algorithm with different outer optimizers. A model is divided into
+fragments, whose slow steps are due one after another. As a rule one fragment is the whole model.
 
-Two words: y are the parameters after the optimizer's update; x and its *mass* are the weighted
-parameters and the weight of push-sum, or of replicas that count differently, so that the mean is
-the sum of x over the sum of masses.
+The code uses these symbols. y are the parameters after the inner optimizer's update. x are the
+parameters times a weight, and `mass` is that weight: the one of push-sum, or of replicas that count
+differently. The mean of the replicas is the sum of x divided by the sum of the masses.
 
-With a `delay`, taking what a slow step sends and sending it are events of earlier updates; see
+With a `delay`, earlier updates take the values of a slow step ("take") and send them ("send"); see
 `InFlight`. Source of fragments, `delay` and `merge`: Douillard et al., "Streaming DiLoCo with
 overlapping communication", 2025, section 3.
 """
@@ -493,7 +493,7 @@ class _SlowStep:
         """Return the carry with this in flight of the fragment."""
         return carry._replace(local=with_flight(carry.local, self.fragment.number, flight))
 
-    # What they are made of.
+    # The parts of the events.
 
     def ask_base(self, carry: Carry) -> tuple[bool | jax.Array, Carry]:
         """Return whether the base, such as `only_finite`, permits the exchange, and the carry."""
@@ -557,7 +557,7 @@ class _SlowStep:
         return x, factor if mass is None else scale(mass, factor)
 
     def displacement_fn(self, mass: jax.Array | None) -> DisplacementFn:
-        """Return the function that makes D of weighted parameters and the anchor."""
+        """Return the function that exchanges and makes D from weighted parameters and anchor."""
         # sum x / sum w is the exact mean of weighted and push-sum parameters too.
         aggregate = self.outer.aggregate
         if isinstance(aggregate, RadialDirectional):
@@ -593,10 +593,14 @@ class _SlowStep:
     def update_residual(
         self, displacement: PyTree, lost: PyTree, anyone: jax.Array | None, carry: Carry
     ) -> tuple[PyTree, Carry]:
-        """Return D, and the carry that remembers what of it was lost.
+        """Return D, and the carry with the residual after the exchange.
 
-        Without weight on any replica D is 0, and what was not sent before stays; None: there is
-        some.
+        Args:
+          displacement: the mean of what replicas sent.
+          lost: what this replica could not send of its part in the codec.
+          anyone: () bool, whether any replica has weight; None: one has. Else D is 0, and the
+            residual stays as it was.
+          carry: the carry before the exchange.
         """
         sent, codec = carry.local["sent"], self.replicas.codec
         residual = () if codec is None else next_residual(codec, lost)
@@ -750,7 +754,7 @@ class _SlowStep:
 
 
 def local_displacement(x: PyTree, mass: jax.Array | None, anchor: PyTree) -> PyTree:
-    """Return how far a replica is from the anchor, sign reversed, of its weighted parameters."""
+    """Return anchor - x / mass: the displacement of one replica, sign reversed."""
     z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
     return jax.tree.map(subtract, anchor, z)
 
@@ -765,7 +769,7 @@ def merge_params(local: PyTree, anchor: PyTree, merge: float) -> PyTree:
 
 
 def _select_residual(fragment: Fragment, residual: PyTree) -> PyTree:
-    """Return the fragment's part of a tree, () of none."""
+    """Return the fragment's part of the residual; () without one."""
     return fragment.select(residual) if has_leaves(residual) else ()
 
 
@@ -780,7 +784,7 @@ def _wrap_shared_state(event: Event) -> Event:
 
 
 def _drop_in_flight(local: Any, due: Any, *, number: int) -> Any:
-    """Drop what is in flight: of a displacement of which a part was not sent is no mean."""
+    """Drop what is in flight where `due`: one part was not sent, so there is no mean of all."""
     return with_flight(local, number, local["in_flight"][number].drop(due))
 
 
@@ -794,7 +798,7 @@ def resolve_shard_state(
 ) -> bool | None:
     """Return whether anchor and outer state are sharded, for the argument `shard_state`.
 
-    None: in a training step, and not in a loop of one's own.
+    None means that they are in a training step, and are not in a loop of one's own.
 
     Raises:
       ValueError: a codec without an exchange.
