@@ -1,4 +1,4 @@
-"""An outer optimizer, which steps an anchor by the displacement of the replicas since its last step.
+"""An outer optimizer that steps an anchor by what replicas have moved since its last step.
 
 SlowMo and DiLoCo are this algorithm with different outer optimizers. A model is divided into
 fragments, whose slow steps are due one after another. As a rule one fragment is the whole model.
