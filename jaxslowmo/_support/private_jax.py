@@ -10,7 +10,7 @@ from jax._src import cloud_tpu_init, core, distributed, xla_bridge
 from jaxlib import xla_client
 
 
-def bound_axes() -> dict[str, int]:
+def mapped_axis_sizes() -> dict[str, int]:
     """Return the size of each axis that is mapped at this point of the trace, by `vmap` too."""
     return dict(core.get_axis_env().axis_sizes)
 

@@ -1,4 +1,4 @@
-"""The optax transforms of the library; each algorithm is one file with one state class."""
+"""Algorithms that exchange parameters between replicas, as optax transforms; one file for each."""
 
 from ._des_loc import des_loc
 from ._diloco import diloco

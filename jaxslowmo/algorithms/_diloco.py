@@ -11,7 +11,7 @@ from .outer import (
     Fragments,
     checked_aggregate,
     outer_algorithm,
-    shards_state,
+    resolve_shard_state,
 )
 
 
@@ -57,7 +57,7 @@ def diloco(
 
     Returns:
       A `ParameterTransform` with `state.shared["anchor"]` and `["outer"]`, the state of
-      `outer_optimizer`, in float32, as is the exchange without a codec.
+      `outer_optimizer`. They and the exchange without a codec have float32, or the leaf's float64.
 
     Raises:
       ValueError: sync_every < 1, an invalid `codec`, an outer optimizer that is no optax transform,
@@ -73,9 +73,9 @@ def diloco(
     """
     owner = "diloco"
     group = checked_group(owner, axis_name, local_axis_name, bucket_bytes, codec)
-    how = checked_aggregate(owner, aggregate, shard_state=shard_state, codec=codec, delay=delay)
-    shard_state = shard_state if how is None else False
-    is_element_wise = how is None and (outer_optimizer is None or shard_state is True)
+    rule = checked_aggregate(owner, aggregate, shard_state=shard_state, codec=codec, delay=delay)
+    shard_state = shard_state if rule is None else False
+    is_element_wise = rule is None and (outer_optimizer is None or shard_state is True)
     if outer_optimizer is None:
         outer_optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     if not isinstance(outer_optimizer, optax.GradientTransformation) or isinstance(
@@ -96,12 +96,12 @@ def diloco(
         group,
         as_schedule(sync_every),
         outer_optimizer,
-        is_sharded=shards_state(owner, shard_state, group, is_element_wise=is_element_wise),
+        is_sharded=resolve_shard_state(owner, shard_state, group, is_element_wise=is_element_wise),
         is_element_wise=is_element_wise,
         fragments=fragments,
         delay=delay,
         merge=merge,
         inner_state=inner_state,
-        aggregate=how,
+        aggregate=rule,
     )
     return ParameterTransform(algorithm)

@@ -16,11 +16,11 @@ from ..tree import add, at_least_float32
 class ErrorFeedback(NamedTuple):
     """The memory of exchanges in a codec, in trees like the parameters and at least float32.
 
-    The sum over replicas of what was applied and of `residual` is that of what was displaced.
+    Summed over replicas, the displacements that were applied and `residual` are all displacements.
     """
 
     residual: PyTree = ()  # what this replica has not sent yet; () without error feedback
-    reference: PyTree = ()  # from where all replicas measure, equal on all; () if the anchor says
+    reference: PyTree = ()  # from where all replicas measure, equal on all; (): the anchor
 
 
 def first_memory(codec: Codec | None, params: PyTree, *, has_reference: bool) -> Any:

@@ -37,6 +37,8 @@ from ..transform import (
 )
 from ..tree import Buffer, BufferPlan, Flats, add, at_least_float32, cached_cast, cast, subtract
 
+ROUND = "round"  # name of the events of gossip
+
 
 @dataclass(frozen=True)
 class GossipPlan:
@@ -83,7 +85,7 @@ def gossip_plan(
 def on_graph(
     algorithm: Algorithm,
     graph: Graph | Callable[[int], Graph],
-    of_graph: Callable[[Graph], Algorithm],
+    make_algorithm: Callable[[Graph], Algorithm],
     num_nodes: int | None = None,
 ) -> Algorithm:
     """Return the algorithm on a graph, which may depend on the number of nodes.
@@ -91,7 +93,7 @@ def on_graph(
     Args:
       algorithm: the algorithm without its events, which it has while the number is unknown.
       graph: the graph, or a function of the number of nodes.
-      of_graph: `of_graph(graph)`: the algorithm with its events.
+      make_algorithm: function from the graph to the algorithm with its events.
       num_nodes: the number of nodes, of an earlier binding; None: not known.
 
     Raises:
@@ -106,7 +108,7 @@ def on_graph(
         size = num_nodes
         if axis_sizes is not None and {*group.axes} <= {*axis_sizes}:
             size = math.prod(axis_sizes[name] for name in group.axes)
-        return on_graph(algorithm, graph, of_graph, size)
+        return on_graph(algorithm, graph, make_algorithm, size)
 
     if not isinstance(graph, Graph) and num_nodes is None:
         needs = (
@@ -114,20 +116,20 @@ def on_graph(
             "those of `transform.bound({axis: size})`, or pass a graph."
         )
         return dataclasses.replace(algorithm, bind=bind, needs=needs)
-    made = graph if isinstance(graph, Graph) else graph(num_nodes or 1)
-    if not isinstance(made, Graph):
+    sized = graph if isinstance(graph, Graph) else graph(num_nodes or 1)
+    if not isinstance(sized, Graph):
         raise ArgumentError(
             "graph",
             f"{owner}: `graph` must be a function that makes a js.topology.Graph, and the "
-            f"function returned a {type(made).__name__}.",
+            f"function returned a {type(sized).__name__}.",
         )
-    if num_nodes is not None and made.num_nodes != num_nodes:
+    if num_nodes is not None and sized.num_nodes != num_nodes:
         raise ArgumentError(
             "graph",
             f"{owner}: `graph` must have as many nodes as axis {group.axis_name!r}, which has size "
-            f"{num_nodes}, got {made.name}({made.num_nodes}).",
+            f"{num_nodes}, got {sized.name}({sized.num_nodes}).",
         )
-    return dataclasses.replace(of_graph(made), bind=bind)
+    return dataclasses.replace(make_algorithm(sized), bind=bind)
 
 
 class Arrival(NamedTuple):
@@ -165,16 +167,18 @@ class Gossip:
         floats = jnp.zeros([], jnp.float32), jnp.zeros([], jnp.result_type(float))
         results = group.local(like), *(group.local(x, [P()]) for x in floats)
         values = jax.tree.map(lambda x, y: cast(x, y.dtype), values, like)
-        given = [group.local(values), group.local(weight, [P()])]
-        known = number if isinstance(number, int) else None
-        if known is None:  # the state knows which exchange this is
-            given.append(group.local(number, [P()]))
+        arguments = [group.local(values), group.local(weight, [P()])]
+        if not isinstance(number, int):  # the program reads from the state which exchange this is
+            arguments.append(group.local(number, [P()]))
 
-        def run(group: ReplicaGroup, values: PyTree, weight: jax.Array, *index: Any) -> list[Any]:
+        def exchange_blocks(
+            group: ReplicaGroup, values: PyTree, weight: jax.Array, *traced_number: Any
+        ) -> list[Any]:
             gossip = dataclasses.replace(self, group=group)
-            return gossip._exchange(known if known is not None else index[0], values, weight)
+            index = traced_number[0] if traced_number else number
+            return gossip._exchange_blocks(index, values, weight)
 
-        mean, received, kept = group.run(run, given, *results, packs=True)
+        mean, received, kept = group.run(exchange_blocks, arguments, *results, packs=True)
         return Arrival(mean, received), kept
 
     def mix(self, number: int | jax.Array, values: PyTree, weight: jax.Array) -> PyTree:
@@ -205,12 +209,16 @@ class Gossip:
         plain = dataclasses.replace(self.group.plain, local_axis_name=local)
         return dataclasses.replace(self, group=plain).mix(number, statistics, weight)
 
-    def _exchange(self, number: int | jax.Array, values: PyTree, weight: jax.Array) -> list[Any]:
-        """Return mean, weight and kept share, where the axes are mapped."""
+    def _exchange_blocks(
+        self, number: int | jax.Array, values: PyTree, weight: jax.Array
+    ) -> list[Any]:
+        """Return the received mean and weight, and the kept share, of this device's blocks."""
 
-        def run(index: int, operand: tuple[Flats, jax.Array]) -> tuple[Flats, jax.Array, jax.Array]:
+        def exchange_flats(
+            index: int, operand: tuple[Flats, jax.Array]
+        ) -> tuple[Flats, jax.Array, jax.Array]:
             with phase_scope(f"{ROUND} {index}"):
-                return self._run(self.plan.rounds[index], *operand, packing)
+                return self._exchange_flats(self.plan.rounds[index], *operand, packing)
 
         codec = self.group.codec
 
@@ -224,15 +232,16 @@ class Gossip:
         size = len(self.plan.rounds)
         flats, received, kept = run_one_of(
             number % size,
-            [functools.partial(run, i) for i in range(size)],
+            [functools.partial(exchange_flats, i) for i in range(size)],
             (packing.pack(values, encode, role="round"), weight),
             axes=self.group.bound_axes,
         )
         return [packing.unpack(flats), received.astype(jnp.float32), kept]
 
-    def _run(
+    def _exchange_flats(
         self, round_: ExchangeRound, flats: Flats, weight: jax.Array, packing: BufferPlan
     ) -> tuple[Flats, jax.Array, jax.Array]:
+        """Return the mean and the weight received in a round, and the kept share."""
         # Weights that are equal on all nodes need not be sent.
         weights = [
             permute(weight, self.group.axis_name, p) if self.plan.weight_differs else weight
@@ -248,8 +257,8 @@ class Gossip:
         # A node that receives nothing in this round has no mean, which its weight 0 shows.
         parts = shares / jnp.where(received == 0, 1, received)
 
-        def mean_of_peers(part: jax.Array, parts: jax.Array, dtype: np.dtype) -> jax.Array:
-            arrived = [permute(part, self.group.axis_name, p) for p in round_.permutations]
+        def mean_of_peers(x: jax.Array, dtype: np.dtype) -> jax.Array:
+            arrived = [permute(x, self.group.axis_name, p) for p in round_.permutations]
             # Summed in at least float32, and rounded to the parameters' dtype once, at the end.
             first = arrived[0].astype(at_least_float32(dtype))
             mean = first
@@ -258,14 +267,14 @@ class Gossip:
                 mean += parts[i].astype(mean.dtype) * (other.astype(mean.dtype) - first)
             return mean.astype(dtype)
 
-        def exchange(buffer: Buffer, flat: jax.Array) -> jax.Array:
+        def exchange_buffer(buffer: Buffer, flat: jax.Array) -> jax.Array:
             # A collective-permute of an empty array is not allowed.
             if flat.size == 0:
                 return flat.astype(buffer.dtype)
             local = self.group.local_axis_name
-            return exchange_in_slices(flat, local, lambda x: mean_of_peers(x, parts, buffer.dtype))
+            return exchange_in_slices(flat, local, lambda x: mean_of_peers(x, buffer.dtype))
 
-        return packing.map(exchange, flats), received, self._local_entry(round_.kept)
+        return packing.map(exchange_buffer, flats), received, self._local_entry(round_.kept)
 
     def _local_entry(self, per_node: np.ndarray) -> jax.Array:
         """Return this node's entry, in JAX's default float dtype."""
@@ -275,11 +284,8 @@ class Gossip:
         return jnp.asarray(per_node)[lax.axis_index(self.group.axis_name)]
 
 
-ROUND = "round"
-
-
 def weight_after(kept: jax.Array, weight: jax.Array, arrival: Arrival) -> jax.Array:
-    """Return the push-sum weight after an exchange, in the dtype of `kept`, the share kept."""
+    """Return the push-sum weight after an exchange in which a node keeps the share `kept`."""
     return kept * weight.astype(kept.dtype) + arrival.weight.astype(kept.dtype)
 
 
@@ -319,28 +325,28 @@ def params_after_mixing(
       like: tree of the dtypes in which values are sent.
     """
     share = arrival.weight.astype(after.dtype) / after
-    of_arrived = cached_cast(share)
+    share_as = cached_cast(share)
 
     def move(u: jax.Array, mine: jax.Array, theirs: jax.Array) -> jax.Array:
         # The difference is taken first, so that nodes that agree move by exactly 0.
         wide = at_least_float32(u.dtype)
         away = subtract(cast(theirs, wide), cast(mine, wide))
-        return add(cast(u, wide), of_arrived(wide) * away)
+        return add(cast(u, wide), share_as(wide) * away)
 
     if not isinstance(codec, Half):
         return jax.tree.map(move, params, local, arrival.mean)
     sent_share = (1 - kept) * weight.astype(kept.dtype) / after
-    of_residual = cached_cast(sent_share - share)
+    residual_share_as = cached_cast(sent_share - share)
 
     def move_in_codec(u: jax.Array, mine: jax.Array, theirs: jax.Array, x: jax.Array) -> jax.Array:
         wide, is_narrowed = at_least_float32(u.dtype), codec.narrows(x.dtype)
         coded = cast(mine, x.dtype)
         r = cast(codec.part(coded)[1] if is_narrowed else jnp.zeros_like(coded), wide)
         sent = subtract(cast(mine, wide), r)
-        away = of_arrived(wide) * subtract(cast(theirs, wide), sent)
+        away = share_as(wide) * subtract(cast(theirs, wide), sent)
         if codec.rounds_mixtures and is_narrowed:
             away = subtract(codec.round(add(sent, away)), sent)
-        return add(cast(u, wide), away + of_residual(wide) * r)
+        return add(cast(u, wide), away + residual_share_as(wide) * r)
 
     return jax.tree.map(move_in_codec, params, local, arrival.mean, like)
 

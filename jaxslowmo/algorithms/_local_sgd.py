@@ -66,9 +66,9 @@ def local_sgd(
         device then exchanges 1/L of the parameters.
       bucket_bytes: size in bytes at which a flat buffer is complete and the next one begins; None
         exchanges one buffer per dtype. Leaves of 1 MiB or more are exchanged as they lie.
-      codec: None exchanges parameters in their own dtypes, `js.codecs.float16()` in 16 bits. With
-        error feedback or fewer bits how far replicas have moved is sent; each keeps N bytes, from
-        where they measure, and with error feedback N bytes more, what it has not sent.
+      codec: None sends parameters in their own dtypes, `js.codecs.float16()` in 16 bits. A codec
+        with error feedback or fewer bits sends how far a replica has moved since the last average,
+        which takes N bytes of state. Error feedback keeps what was not sent, N bytes more.
       fragments: number of parts of the model that take turns, as in `js.slowmo`.
       delay: number of updates beside which an average is exchanged, as in `js.slowmo`.
       merge: share of its own progress that a replica keeps, as in `js.slowmo`. With fragments,
@@ -109,19 +109,20 @@ def local_sgd(
             inner_state=inner_state,
         )
         return ParameterTransform(algorithm)
-    change, of_moments = moment_events(owner, inner_state, group)
+    change, moment_averages = moment_events(owner, inner_state, group)
     run: Callable[..., Carry] = average
-    of_codec: dict[str, Any] = {}
+    state_options: dict[str, Any] = {}
     # In 16 bits parameters themselves can be sent, if what rounding loses is dropped.
     if codec is not None and (codec.error_feedback or not isinstance(codec, Half)):
         run = _average_in_codec
-        of_codec = {
+        state_options = {
             "local": lambda params: {"sent": first_memory(codec, params, has_reference=True)},
             "move": _move_reference,
         }
     run = functools.partial(run, inner_state=change)
-    event = Event("average", schedule, run, group, True, inner_state=change)
-    return ParameterTransform(Algorithm((event, *of_moments), (group,), owner=owner, **of_codec))
+    event = Event("average", schedule, run, group, replaces=True, inner_state=change)
+    events = (event, *moment_averages)
+    return ParameterTransform(Algorithm(events, (group,), owner=owner, **state_options))
 
 
 @records_settings
@@ -192,7 +193,7 @@ def average(
 def _average_in_codec(
     carry: Carry, replicas: ReplicaGroup, context: UpdateContext, *, inner_state: InnerState
 ) -> Carry:
-    """Set the parameters to the mean of y, as replicas know it from what they have sent."""
+    """Set the parameters to the mean of y, as far as what replicas sent in the codec says it."""
     sent, codec = carry.local["sent"], replicas.codec
     assert codec is not None
     away = jax.tree.map(subtract, sent.reference, carry.params)
@@ -214,7 +215,7 @@ def _with_means(
     context: UpdateContext,
     inner_state: InnerState,
 ) -> Carry:
-    """Average what is averaged with the parameters, and change moments where they are."""
+    """Return the carry with averaged statistics, and moments that follow the parameters."""
     # Layouts, buckets and codec are those of parameters, so statistics are sent without.
     means = replicas.plain.mean(carry.statistics, context.weight)
     carry = carry._replace(statistics=means)
@@ -222,7 +223,7 @@ def _with_means(
 
 
 def _move_reference(local: Any, move: Callable[[PyTree], PyTree]) -> Any:
-    """Return the local state where replicas measure from where they were moved to."""
+    """Return the local state with `reference`, from where replicas measure, moved as they were."""
     sent = local["sent"]
     return local | {"sent": sent._replace(reference=move(sent.reference))}
 

@@ -27,7 +27,7 @@ from ..transform import (
 from ..tree import at_least_float32
 from ._error_feedback import check_sends_parameters
 from ._gossip import ROUND, Gossip, GossipPlan, gossip_plan, on_graph
-from ._slowmo import checked_rate, times
+from ._rates import checked_rate, times
 
 
 @records_settings
@@ -67,18 +67,19 @@ def noloco(
         replicas know by its seed. Others do, too, if all nodes receive as much as they send.
       local_axis_name: axis of the L devices inside a replica; each of them then sends 1/L.
       bucket_bytes: size in bytes at which a buffer closes; None sends one buffer per dtype.
-      codec: None sends float32, `js.codecs.float16()` 16 bits.
+      codec: None sends float32 (float64 for float64 leaves), `js.codecs.float16()` 16 bits.
 
     Returns:
-      A `ParameterTransform`; `state.local` has the replica's "anchor" and "velocity", in float32.
+      A `ParameterTransform`; `state.local` has the replica's "anchor" and "velocity", in
+        float32 (float64 for float64 leaves).
 
     Raises:
       ValueError: an invalid `graph` or number; at trace time an odd number of replicas, a graph of
         another size, an unbound axis, missing params, non-float leaves.
       UserWarning: once, if the axis has size 1; the replica then has no outer steps.
 
-    Communication: in an outer step one collective-permute per buffer, N bytes in float32; with a
-      `pull` of its own 2N. Nothing in other updates, and never a collective over all replicas.
+    Communication: in an outer step one collective-permute per buffer, N bytes in the anchor's
+      dtypes; with a `pull` of its own 2N. Nothing in other updates, nor ever over all replicas.
 
     Source: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large
       Models", 2025, arXiv 2506.10911; github.com/gensyn-ai/noloco, `sparse_optimizer_c.py`.
@@ -87,29 +88,31 @@ def noloco(
     group = checked_group(owner, axis_name, local_axis_name, bucket_bytes, codec)
     check_sends_parameters(owner, codec)
     check_graph(owner, graph)
-    alpha = checked_rate("outer_momentum", outer_momentum, below=1)
-    beta = checked_rate("outer_learning_rate", outer_learning_rate)
-    gamma = None if pull is None else checked_rate("pull", pull)
+    momentum = checked_rate("outer_momentum", outer_momentum, below=1)
+    rate = checked_rate("outer_learning_rate", outer_learning_rate)
+    pull_rate = None if pull is None else checked_rate("pull", pull)
     algorithm = Algorithm(
         groups=(group,),
-        local=_first,
+        local=_first_state,
         owner=owner,
         has_anchor=True,
         count=lambda local: int(local["exchanges"]),
     )
 
-    def of_graph(graph: Graph) -> Algorithm:
+    def make_algorithm(graph: Graph) -> Algorithm:
         plan = gossip_plan(owner, graph, None, push_sum=False, overlap=0)
         if not plan.rounds:  # a single node has no partner
             return algorithm
-        run = functools.partial(_outer_step, plan, (alpha, beta, gamma))
+        run = functools.partial(
+            _outer_step, plan=plan, momentum=momentum, rate=rate, pull=pull_rate
+        )
         event = Event(ROUND, schedule, run, group, forms=len(plan.rounds))
         return replace(algorithm, events=(event,))
 
-    return ParameterTransform(on_graph(algorithm, graph or random_matching, of_graph))
+    return ParameterTransform(on_graph(algorithm, graph or random_matching, make_algorithm))
 
 
-def _first(params: PyTree) -> dict[str, Any]:
+def _first_state(params: PyTree) -> dict[str, Any]:
     anchor = jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), params)
     return {
         "anchor": anchor,  # like the parameters, at least float32, of this replica
@@ -119,26 +122,34 @@ def _first(params: PyTree) -> dict[str, Any]:
 
 
 def _outer_step(
-    plan: GossipPlan, rates: Any, carry: Carry, replicas: ReplicaGroup, context: UpdateContext
+    carry: Carry,
+    replicas: ReplicaGroup,
+    context: UpdateContext,
+    *,
+    plan: GossipPlan,
+    momentum: float | jax.Array,
+    rate: float | jax.Array,
+    pull: float | jax.Array | None,
 ) -> Carry:
     """Make an outer step with the partner of this round."""
     # `context.weight` is not read: an idle replica passes on the parameters that it holds.
-    (alpha, beta, gamma), local = rates, carry.local
+    local = carry.local
     anchor, form = local["anchor"], context.form(ROUND)
     number = local["exchanges"] if form is None else form
     gossip, one = Gossip(replicas, plan), jnp.ones([], jnp.float32)
-    # The authors' program, with theta = y, phi the anchor, and means over the pair:
+    # The authors' program, with theta = y, phi the anchor, delta the velocity, means over the pair,
+    # alpha the momentum, beta the learning rate and gamma the pull:
     #   delta <- alpha delta + beta mean(theta - phi) + gamma (mean(phi) - phi)
     #   phi <- phi + delta
     # With gamma = beta mean(phi) cancels, and theta alone is sent: beta (mean(theta) - phi).
-    centre = anchor if gamma is None else gossip.mix(number, anchor, one)
+    centre = anchor if pull is None else gossip.mix(number, anchor, one)
 
-    def new_velocity(v: jax.Array, theta: jax.Array, phi: jax.Array, c: jax.Array) -> jax.Array:
-        v = times(alpha, v) + times(beta, theta - c)
-        return v if gamma is None else v + times(gamma, c - phi)
+    def new_velocity(v: jax.Array, y: jax.Array, anchor: jax.Array, centre: jax.Array) -> jax.Array:
+        v = times(momentum, v) + times(rate, y - centre)
+        return v if pull is None else v + times(pull, centre - anchor)
 
-    ahead = gossip.mix(number, carry.params, one)
-    velocity = jax.tree.map(new_velocity, local["velocity"], ahead, anchor, centre)
+    mean_params = gossip.mix(number, carry.params, one)
+    velocity = jax.tree.map(new_velocity, local["velocity"], mean_params, anchor, centre)
     anchor = jax.tree.map(jnp.add, anchor, velocity)
     local = {"anchor": anchor, "velocity": velocity, "exchanges": increment(local["exchanges"])}
     statistics = gossip.mix_statistics(number, carry.statistics, one)

@@ -105,7 +105,7 @@ def sgp(
         count=lambda local: int(local.exchanges),
     )
 
-    def of_graph(graph: Graph) -> Algorithm:
+    def make_algorithm(graph: Graph) -> Algorithm:
         plan = gossip_plan("sgp", graph, mixing, push_sum=push_sum, overlap=overlap)
         if not plan.rounds:  # a single node has no peers
             return algorithm
@@ -120,7 +120,7 @@ def sgp(
             move=_move_in_flight,
         )
 
-    return ParameterTransform(on_graph(algorithm, graph, of_graph))
+    return ParameterTransform(on_graph(algorithm, graph, make_algorithm))
 
 
 def _first_state(params: PyTree, *, overlap: int) -> PushSumState:
@@ -152,11 +152,11 @@ def _exchange(
 ) -> Carry:
     """Mix in what the peers of this round send, and the push-sum weights that go with it."""
     # `context.weight` is not read: an idle node passes on the parameters that it holds.
-    params, y, local = carry.before, carry.params, carry.local
+    before, y, local = carry.before, carry.params, carry.local
     # With overlap the parameters before the update are sent. They do not depend on the gradients,
     # so the exchange can run at the same time as forward and backward pass.
-    values = params if overlap else y
-    # A program for one round is named by the phase; others read it from the state.
+    values = before if overlap else y
+    # The phase of a program for one round names the round; other programs read it from the state.
     form = context.form(ROUND)
     number = local.exchanges if form is None else form
     # Assran et al., algorithm 1, on node i, with the parameters z = x / w:
@@ -168,7 +168,7 @@ def _exchange(
     # which moves nothing if nodes agree, however the weights are rounded.
     gossip, moves = Gossip(replicas, plan), plan.weight_moves
     w = local.weight if moves else jnp.ones([], jnp.float32)
-    arrival, kept = gossip.exchange(number, values, w, like=params)
+    arrival, kept = gossip.exchange(number, values, w, like=before)
     # Model state has the same weights and is never late.
     statistics = gossip.mix_statistics(number, carry.statistics, w)
     in_flight = local.in_flight
@@ -181,10 +181,10 @@ def _exchange(
         # With x <- P x + u the parameters move by u / w, of the weight after the exchange; before
         # it y was made with the one before.
         ratio = w.astype(after.dtype) / after
-        wide = widen_updates(params)
+        wide = widen_updates(before)
         step = jax.tree.map(lambda a, b: ratio.astype(a.dtype) * subtract(a, b), y, wide)
         y = jax.tree.map(add, wide, step)
-    y = params_after_mixing(y, values, arrival, kept, w, after, replicas.codec, like=params)
+    y = params_after_mixing(y, values, arrival, kept, w, after, replicas.codec, like=before)
     local = PushSumState(increment(local.exchanges), after.astype(jnp.float32), in_flight)
     return carry._replace(params=y, statistics=statistics, local=local)
 

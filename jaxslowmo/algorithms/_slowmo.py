@@ -1,16 +1,12 @@
 """SlowMo: slow momentum on top of any base algorithm."""
 
-import math
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 from .._support.checks import (
-    ArgumentError,
-    as_number,
     checks_flags,
     records_settings,
     warn_once,
@@ -26,7 +22,8 @@ from ..transform import (
     checked_group,
     every,
 )
-from .outer import ALONE, Fragments, OuterRate, outer_algorithm, shards_state
+from ._rates import checked_rate, times
+from .outer import ALONE, Fragments, OuterRate, outer_algorithm, resolve_shard_state
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None
 
@@ -115,7 +112,7 @@ def slowmo(
             "True cannot shard: leave it out."
         )
     inner = ALONE if base is None else base.algorithm
-    shard_state = shards_state(owner, shard_state, group, exact_average=exact_average)
+    shard_state = resolve_shard_state(owner, shard_state, group, exact_average=exact_average)
     # Wang et al., algorithm 1: tau steps of the base algorithm, the exact average (line 6), and the
     # slow momentum update (lines 7 and 8), which is the outer optimizer here.
     algorithm = outer_algorithm(
@@ -218,23 +215,6 @@ def slow_momentum(
     return TypedTransform(init_fn, update_fn)
 
 
-def checked_rate(argument: str, value: Any, below: float = math.inf) -> float | jax.Array:
-    """Return a rate or a momentum as a checked float; a traced one has only its type checked."""
-    if isinstance(value, Tracer) and not value.shape and jnp.issubdtype(value.dtype, jnp.floating):
-        return value.astype(jnp.float32)
-    # A plain float is weakly typed: NumPy scalars would widen the state under x64.
-    number = as_number(value)
-    if number is None or not 0 <= number < below:
-        rule = "a finite number >= 0" if below == math.inf else f"a number in [0, {below})"
-        raise ArgumentError(argument, f"`{argument}` must be {rule}, got {value!r}.")
-    return number
-
-
-def times(factor: float | jax.Array, x: jax.Array) -> jax.Array:
-    """Return `factor * x` in x's dtype."""
-    return (factor if isinstance(factor, int | float) else factor.astype(x.dtype)) * x
-
-
 def _rate(learning_rate: jax.Array | float) -> jax.Array:
     """Return the rate as () float32 >= 0; rounding may take a schedule that ends at 0 below it."""
     return jnp.maximum(jnp.asarray(learning_rate, jnp.float32), 0.0)
@@ -250,7 +230,7 @@ def _outer_rate(learning_rate: LearningRate) -> OuterRate:
     if callable(learning_rate):
         schedule = learning_rate
         # Rates that may grow again are observed in every update; see `slow_momentum`.
-        return OuterRate(lambda count, given: jnp.asarray(schedule(count)), _observe_rate)
+        return OuterRate(lambda count, _: jnp.asarray(schedule(count)), _observe_rate)
     if learning_rate == "optimizer":
         return OuterRate(_passed_rate, _observe_rate, True, lambda state: state.last_rate)
     if isinstance(learning_rate, str):
@@ -260,17 +240,17 @@ def _outer_rate(learning_rate: LearningRate) -> OuterRate:
         )
     # None leaves D undivided, so that m has the unit of parameters.
     rate = 1.0 if learning_rate is None else checked_rate("learning_rate", learning_rate)
-    return OuterRate(lambda count, given: jnp.asarray(rate))
+    return OuterRate(lambda count, _: jnp.asarray(rate))
 
 
-def _passed_rate(count: jax.Array, given: Any) -> jax.Array:
+def _passed_rate(count: jax.Array, learning_rate: Any) -> jax.Array:
     del count
-    if given is None:
+    if learning_rate is None:
         raise ValueError(
             'slowmo: `learning_rate`="optimizer" needs the rate in every `update(..., '
             "learning_rate=rate)`, which js.make_train_step passes to its `sync` alone."
         )
-    rate = _rate(given)
+    rate = _rate(learning_rate)
     if rate.shape:
         raise ValueError(
             f"slowmo: the `learning_rate` of an update must be a scalar, got shape {rate.shape}."

@@ -74,7 +74,7 @@ def sparta(
       averaging", MCDC at ICLR 2025; github.com/exo-explore/gym, `sparta.py`.
     """
     owner = "sparta"
-    number = checked_share(owner, "share", share)
+    share = checked_share(owner, "share", share)
     group = checked_group(owner, axis_name, local_axis_name, bucket_bytes, codec)
     check_sends_parameters(owner, codec)
     if codec is not None and codec.error_feedback:
@@ -84,7 +84,7 @@ def sparta(
             f"elements, got {codec!r}.",
         )
     seed = checked_int(f"{owner}: `seed`", seed, 0)
-    run = functools.partial(_average, block=round(1 / number), seed=seed)
+    run = functools.partial(_average, block=round(1 / share), seed=seed)
     event = Event("sample", as_schedule(sync_every), run, group)
     return ParameterTransform(Algorithm((event,), (group,), owner=owner))
 

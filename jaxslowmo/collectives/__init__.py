@@ -3,9 +3,9 @@
 from ._means import (
     all_mean,
     async_mean,
-    block_sizes,
+    chunk_sizes,
     coded_mean,
-    exchange_in_blocks,
+    exchange_in_chunks,
     mean_in_codec,
     mean_of_senders,
     quotient,
@@ -13,7 +13,7 @@ from ._means import (
     scale,
     scatter_mean_in_codec,
     total_weight,
-    uses_blocks,
+    uses_chunks,
     weighted_means,
 )
 from ._scatter import (

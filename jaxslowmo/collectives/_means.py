@@ -69,12 +69,12 @@ def all_mean(
     return total if count == 1 or flat.size == 0 else _divide(total, count)
 
 
-_LARGE = 1 << 24  # bytes from which an array is exchanged block by block on CPU
-_NUM_BLOCKS = 64
+_LARGE = 1 << 24  # bytes from which an array is exchanged chunk by chunk on CPU
+_NUM_CHUNKS = 64
 
 
-def uses_blocks(x: Any) -> bool:
-    """Return whether `exchange_in_blocks` is used for an array, or for one of this type.
+def uses_chunks(x: Any) -> bool:
+    """Return whether `exchange_in_chunks` is used for an array, or for one of this type.
 
     That is on CPU from 16 MiB. There a collective writes its result apart from its operand (jaxlib
     0.10), which takes memory of the size of `x`; on TPU it is written where the operand lies. Where
@@ -85,39 +85,39 @@ def uses_blocks(x: Any) -> bool:
     return x.ndim > 0 and size >= _LARGE and platform() == "cpu" and not tracks_types()
 
 
-def block_sizes(rows: int) -> set[int]:
-    """Return the numbers of rows of the blocks of an array: of most of them, and of the last."""
-    size = -(-rows // _NUM_BLOCKS)
+def chunk_sizes(rows: int) -> set[int]:
+    """Return the numbers of rows of the chunks of an array: of most of them, and of the last."""
+    size = -(-rows // _NUM_CHUNKS)
     return {size, rows % size} - {0}
 
 
-def exchange_in_blocks(
+def exchange_in_chunks(
     exchange: Callable[..., Sequence[jax.Array]], *arrays: jax.Array, parts: int = 1
 ) -> list[jax.Array]:
-    """Return `exchange(*arrays)`, computed in place for up to 64 blocks of rows.
+    """Return `exchange(*arrays)`, computed in place for up to 64 chunks of rows.
 
     Args:
       exchange: function that acts on elements of arrays, and keeps their shapes and dtypes.
       *arrays: arrays with equal first dimensions.
-      parts: number of equal parts of that dimension, on different devices; each block has as many
+      parts: number of equal parts of that dimension, on different devices; each chunk has as many
         rows of each part.
 
-    Communication: that of `exchange`, for the blocks one after the other.
+    Communication: that of `exchange`, for the chunks one after the other.
     """
     rows, axis = arrays[0].shape[0] // parts, 0 if parts == 1 else 1
-    size = max(block_sizes(rows))
+    size = max(chunk_sizes(rows))
 
-    def exchange_block(whole: list[jax.Array], start: Any, size: int) -> list[jax.Array]:
-        found = [lax.dynamic_slice_in_dim(x, start, size, axis) for x in whole]
-        new = exchange(*(x.reshape(parts * size, *x.shape[axis + 1 :]) for x in found))
-        blocks = [x.reshape(like.shape) for x, like in zip(new, found, strict=True)]
-        pairs = zip(whole, blocks, strict=True)
-        return [lax.dynamic_update_slice_in_dim(x, block, start, axis) for x, block in pairs]
+    def exchange_chunk(whole: list[jax.Array], start: Any, size: int) -> list[jax.Array]:
+        chunks = [lax.dynamic_slice_in_dim(x, start, size, axis) for x in whole]
+        new = exchange(*(x.reshape(parts * size, *x.shape[axis + 1 :]) for x in chunks))
+        new = [x.reshape(like.shape) for x, like in zip(new, chunks, strict=True)]
+        pairs = zip(whole, new, strict=True)
+        return [lax.dynamic_update_slice_in_dim(x, chunk, start, axis) for x, chunk in pairs]
 
     lead = () if parts == 1 else (parts,)
     whole = [x.reshape(*lead, rows, *x.shape[1:]) for x in arrays]
-    whole = lax.fori_loop(0, rows // size, lambda i, x: exchange_block(x, i * size, size), whole)
-    whole = exchange_block(whole, rows - rows % size, rows % size) if rows % size else whole
+    whole = lax.fori_loop(0, rows // size, lambda i, x: exchange_chunk(x, i * size, size), whole)
+    whole = exchange_chunk(whole, rows - rows % size, rows % size) if rows % size else whole
     return [x.reshape(like.shape) for x, like in zip(whole, arrays, strict=True)]
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import ArgumentError
-from .._support.private_jax import bound_axes, spmd_axes
+from .._support.private_jax import mapped_axis_sizes, spmd_axes
 from .._support.types import AxisName, PyTree, axis_names, checks_varying, varying_axes
 
 
@@ -26,7 +26,7 @@ def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "")
     """
     for name in axis_names(axis_name):
         if not is_bound(name):
-            bound = ", ".join(repr(str(a)) for a in bound_axes()) or "none"
+            bound = ", ".join(repr(str(a)) for a in mapped_axis_sizes()) or "none"
             raise ArgumentError(
                 argument,
                 f"{owner}: `{argument}` {name!r} is not a mapped axis here (bound: {bound}): map "
@@ -36,7 +36,7 @@ def require_axes(owner: str, argument: str, axis_name: AxisName, more: str = "")
 
 def is_bound(name: str) -> bool:
     """Return whether `name` is a mapped axis at this point of the trace."""
-    return name in bound_axes()
+    return name in mapped_axis_sizes()
 
 
 def is_spmd(axis_name: AxisName) -> bool:

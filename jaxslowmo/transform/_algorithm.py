@@ -146,6 +146,11 @@ class Event:
 class OverlappedExchange(NamedTuple):
     """An exchange that lasts several updates, which the host can run as a separate program.
 
+    With `js.diloco("replica", sync_every=10, delay=3)`, for example, update 7 takes the values
+    ("take"), updates 8, 9 and 10 send a third of them each ("send"), and update 10 applies their
+    mean ("slow"). The host may instead start `exchange` of all values before update 8. Updates 8 to
+    10 then run without "send", and `with_values` puts the result into the state before update 10.
+
     Attributes:
       sending_events: `sending_events(phase)`: the events of the phase that send; () if the update
         sends nothing.
@@ -281,7 +286,7 @@ class Algorithm:
                 due = [] if event.replaces else due
                 number = 0
                 if event.forms is not None:
-                    number = _exchanges(event, events[i + 1 :], t - 1) - skipped
+                    number = _num_exchanges(event, events[i + 1 :], t - 1) - skipped
                 due.append(event.name_in_phase(number))
         return tuple(due)
 
@@ -289,7 +294,7 @@ class Algorithm:
         """Return the `skipped` of `phase` from the local state of one replica after update t."""
         for i, event in enumerate(self.events):
             if event.forms is not None and self.count is not None:
-                return _exchanges(event, self.events[i + 1 :], t) - self.count(local)
+                return _num_exchanges(event, self.events[i + 1 :], t) - self.count(local)
         return 0
 
     def due(self, t: Any) -> Any:
@@ -300,8 +305,8 @@ class Algorithm:
     def schedules(self) -> tuple[Every, ...]:
         """The schedules on which its phases depend; forms take turns, as if by another one."""
         events = self.known_events()
-        found = [x.due for x in events if isinstance(x.due, Every)]
-        return (*dict.fromkeys(found), *(every(x.forms) for x in events if x.forms))
+        schedules = [x.due for x in events if isinstance(x.due, Every)]
+        return (*dict.fromkeys(schedules), *(every(x.forms) for x in events if x.forms))
 
     def run(
         self,
@@ -313,16 +318,17 @@ class Algorithm:
         """Return the updates, and the carry, after all that is due in an update.
 
         Args:
-          updates: the optimizer's updates, in at least float32; the carry's `params` are made where
-            something is due. None: the carry has them, of which those that nobody has rounded yet
-            are in at least float32.
-          carry: the carry.
+          updates: the optimizer's updates, in at least float32; `carry.params` is not read then.
+            None: `carry.params` holds the parameters after the update, each leaf in its own dtype
+            or, if it is not rounded to that yet, in at least float32.
+          carry: the carry before the events.
           context: facts about the update.
           with_layout: `with_layout(group)`: a group of replicas for the arrays of this call.
 
         Returns:
-          Updates that lead to the new parameters, in at least float32, and the carry, whose
-          `params` mean nothing; or None, and the carry with the new parameters in their dtypes.
+          With `updates`, the updates that lead to the new parameters, in at least float32, and the
+          carry, whose `params` must not be read. With None, None, and the carry with the new
+          parameters in their own dtypes.
         """
         before, events = carry.before, list(self.events)
         if context.phase is not None:
@@ -330,7 +336,8 @@ class Algorithm:
         pairs = [(x, context.phase is not None or _is_due(x, context)) for x in events]
 
         def call(event: Event, carry: Carry) -> Carry:
-            # What no event changes passes through no conditional.
+            # No event changes `before`. It is left out of carries that go through conditionals,
+            # which would copy it.
             replicas = with_layout(event.over or self.groups[-1])
             # Forms that take turns name their scopes themselves.
             with phase_scope(event.name) if event.forms is None else nullcontext():
@@ -346,7 +353,7 @@ class Algorithm:
             operand: tuple[PyTree, Carry], run: Callable[[Carry], Carry]
         ) -> tuple[PyTree, Carry]:
             updates, carry = operand
-            # What is not widened outside passes through the conditional as it lies.
+            # Widened here, so that the conditional takes the arrays as they are, without copies.
             y = (
                 widen_updates(carry.params)
                 if updates is None
@@ -366,6 +373,10 @@ class Algorithm:
                     carry = carry._replace(local=event.missed(carry.local, due))
             return updates, carry
 
+        # An example: events "average", every 2 updates, and "slow", every 4, which replaces it.
+        #   updates 1 and 3: number 0, no branch;
+        #   update 2: number 1, the branch of the events that may be replaced: "average";
+        #   update 4: number 2, the branch of the event that replaces: "slow" alone.
         number, runs = self._alternatives(pairs, call)
         number = _choice(context.communicate, number, 0)
         branches = [functools.partial(exchange, run=run) for run in runs]
@@ -384,9 +395,10 @@ class Algorithm:
     def _alternatives(
         self, events: Sequence[tuple[Event, Any]], call: Callable[[Event, Carry], Carry]
     ) -> tuple[Any, list[Callable[[Carry], Carry]]]:
-        """Return what these events may do, one or the other, and which it is: 1, ...; 0: nothing.
+        """Return the number of the branch to run, and the branches 1, 2, ...; 0 runs none.
 
-        Each of the last events that replace earlier ones stands for itself.
+        Each replacing event at the end of the list is a branch by itself. The events before these
+        are one branch, the first, which runs those of them that are due.
         """
         num_replacing = len([*itertools.takewhile(lambda x: x[0].replaces, reversed(events))])
         earlier, last = events[: len(events) - num_replacing], events[len(events) - num_replacing :]
@@ -408,7 +420,7 @@ class Algorithm:
         *,
         is_any: bool = False,
     ) -> Carry:
-        """Run what is due of these events, one of which is if `is_any`."""
+        """Run those of these events that are due; with `is_any` at least one of them is."""
         *before, (event, due) = events
         if event.replaces:
             number, runs = self._alternatives(events, call)
@@ -446,21 +458,21 @@ def wrap_algorithm(base: Algorithm) -> Algorithm:
         allowed, inner = base.permit(carry._replace(local=carry.local["base"]), replicas)
         return allowed, carry.local | {"base": inner}
 
-    def of_base(fn: Callable[[Any], Any] | None) -> Any:
+    def on_base(fn: Callable[[Any], Any] | None) -> Any:
         return None if fn is None else lambda local: fn(local["base"])
 
     return replace(
         base,
         events=tuple(_wrap_event(event, base.groups[-1]) for event in base.events),
         local=lambda params: {"base": base.local(params)},
-        mass=of_base(base.mass),
+        mass=on_base(base.mass),
         reset=lambda local: local | {"base": base.reset(local["base"])},
         begin=base.begin and begin,
         move=base.move and move,
         permit=base.permit and permit,
         bind=base.bind and (lambda sizes, params: wrap_algorithm(base.bound(sizes, params))),
         overlapped=None,
-        count=of_base(base.count),
+        count=on_base(base.count),
     )
 
 
@@ -494,15 +506,16 @@ def _choice(due: Any, number: Any, otherwise: Any) -> Any:
     return jnp.where(due, number, otherwise)
 
 
-def _exchanges(event: Event, later: Sequence[Event], t: int) -> int:
+def _num_exchanges(event: Event, later: Sequence[Event], t: int) -> int:
     """Return in how many of the updates 1 to `t` an event runs, not replaced by a later one."""
-    replacing = [x for x in later if x.replaces]
-    if replacing and not (isinstance(event.due, Every) and event.due.is_always):
-        is_replaced = (any(x.due(i) for x in replacing) for i in range(1, t + 1))
-        return sum(bool(event.due(i)) for i, other in enumerate(is_replaced, 1) if not other)
-    return _times(event.due, t) - sum(_times(x.due, t) for x in replacing)
+    replacing = [x.due for x in later if x.replaces]
+    if not replacing:
+        return _num_due(event.due, t)
+    if len(replacing) == 1 and isinstance(event.due, Every) and event.due.is_always:
+        return t - _num_due(replacing[0], t)  # without a loop, since the host asks in every update
+    return sum(bool(event.due(i)) and not any(due(i) for due in replacing) for i in range(1, t + 1))
 
 
-def _times(due: Callable[[Any], Any], t: int) -> int:
+def _num_due(due: Callable[[Any], Any], t: int) -> int:
     """Return how many of the updates 1 to `t` are due."""
     return due.times(t) if isinstance(due, Every) else sum(bool(due(i)) for i in range(1, t + 1))

@@ -29,7 +29,7 @@ from ..collectives import (
     all_gather_rows,
     all_mean,
     coded_mean,
-    exchange_in_blocks,
+    exchange_in_chunks,
     exchange_in_slices,
     gather_slices,
     is_scattered_alone,
@@ -40,7 +40,7 @@ from ..collectives import (
     scatter_mean_along,
     scatter_mean_in_codec,
     total_weight,
-    uses_blocks,
+    uses_chunks,
 )
 from ..collectives.codecs import Codec, Half
 from ..mesh import (
@@ -460,16 +460,16 @@ class ReplicaGroup:
 
         return self.run(run, [self.local(tree)], self.shared_blocks(tree))[0]
 
-    def reduce_scatter(self, tree: PyTree, *, role: str | None = None) -> PyTree:
+    def mean_scatter(self, tree: PyTree, *, role: str | None = None) -> PyTree:
         """Return this replica's blocks of the mean of a tree over the replicas.
 
         Communication: one reduce-scatter per buffer of the leaves that are cut, and one all-reduce
           per buffer of those that stay whole; with L local devices each sends 1/L.
         """
-        run = functools.partial(_reduce_scatter, cuts=self.dimensions(tree), role=role)
+        run = functools.partial(_mean_scatter, cuts=self.dimensions(tree), role=role)
         return replace(self, codec=None).run(run, [self.local(tree)], self.shared_blocks(tree))[0]
 
-    def reduce_scatter_in_codec(
+    def mean_scatter_in_codec(
         self, tree: PyTree, *, role: str | None = None
     ) -> tuple[PyTree, PyTree]:
         """Return blocks of the mean of what replicas send in the codec, and what is lost.
@@ -478,7 +478,7 @@ class ReplicaGroup:
 
         Communication: for the leaves that are cut one all-to-all per buffer of the codec's bytes.
         """
-        run = functools.partial(_reduce_scatter, cuts=self.dimensions(tree), role=role)
+        run = functools.partial(_mean_scatter, cuts=self.dimensions(tree), role=role)
         if not self.cuts_state:
             run = functools.partial(_mean_in_codec, role=role)
         mean, lost = self.run(run, [self.local(tree)], self.shared_blocks(tree), self.local(tree))
@@ -533,8 +533,8 @@ def _mean(group: ReplicaGroup, tree: PyTree, weight: jax.Array | None, role: str
         if len(buffer.pieces) == 1 and local is None:
             # The compiler leaves out both reshapes, and with them the copies of packing.
             flat = flat.reshape(packing.shapes[buffer.leaves[0]])
-        if uses_blocks(flat):
-            return exchange_in_blocks(lambda x: [mean_of(x)], flat)[0].reshape(-1)
+        if uses_chunks(flat):
+            return exchange_in_chunks(lambda x: [mean_of(x)], flat)[0].reshape(-1)
         return mean_of(flat).reshape(-1)
 
     return packing.map_buffers(mean_of_buffer, tree, role=role)
@@ -550,7 +550,7 @@ def _mean_in_codec(group: ReplicaGroup, tree: PyTree, *, role: str | None) -> li
     return [packing.unpack([mean for mean, _ in pairs]), packing.unpack([x for _, x in pairs])]
 
 
-def _reduce_scatter(
+def _mean_scatter(
     group: ReplicaGroup, tree: PyTree, *, cuts: Sequence[int | None], role: str | None
 ) -> list[PyTree]:
     leaves, treedef = jax.tree.flatten(_as_laid_out(tree, group))

@@ -94,14 +94,14 @@ def test_the_axes_of_maps_in_each_other(maps):
     seen = []
 
     def noted(x):
-        seen.append((private_jax.bound_axes(), private_jax.spmd_axes()))
+        seen.append((private_jax.mapped_axis_sizes(), private_jax.spmd_axes()))
         return x
 
     mapped = reduce(lambda f, name: MAPS[name][0](f), maps, noted)
     jax.eval_shape(mapped, jnp.zeros((2, 2, 2, 2)))
     bound = {axis: size for name in maps for axis, size in MAPS[name][1].items()}
     assert seen == [(bound, set().union(*(MAPS[name][2] for name in maps)))]
-    assert (private_jax.bound_axes(), private_jax.spmd_axes()) == ({}, set())
+    assert (private_jax.mapped_axis_sizes(), private_jax.spmd_axes()) == ({}, set())
 
 
 def test_effects_of_collectives_and_of_prints():

@@ -145,7 +145,7 @@ UPDATES = {
     "weights": first(LOCAL, "`weight`", [2], weight=np.ones(2, np.float32)),
     "rate that is missing": first(RATE, "learning_rate=rate"),
     "rate that is no scalar": first(RATE, "`learning_rate`", "(3,)", learning_rate=np.ones(3)),
-    "rate of none": stepped(RATE, optax.sgd(0.1), "learning_rate", "none"),
+    "rate of none": stepped(RATE, optax.sgd(0.1), "learning_rate", "got 0"),
     "rate of two": stepped(RATE, optax.chain(SGD, SGD), "learning_rate", 2),
     "rate inside of an optimizer": stepped(None, optax.chain(SGD, RATE), "`learning_rate`"),
     "fragments of few leaves": first(DILOCO(sync_every=12, fragments=6), "`fragments`", "6 for 2"),

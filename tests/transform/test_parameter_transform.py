@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
@@ -66,6 +66,31 @@ def test_phases_and_programs_follow_from_the_events(told, data):
     for never in (False, jnp.bool_(False)):
         assert notes(tx, t, communicate=never) == ("9" * sum(due) or "0")
     assert set(tx.phases()) == {tx.phase(t) for t in range(1, 13)}
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=3),
+)
+@example(period=1, forms=2, later=[(2, True), (4, True)])
+def test_forms_take_turns_by_the_exchanges_that_nothing_replaces(period, forms, later):
+    """Counted here update by update; several events may replace the same exchange."""
+
+    def event(name, k, **options):
+        return js.spec.Event(name, js.every(k), lambda carry, *_: carry, **options)
+
+    others = [event(str(i), k, replaces=replaces) for i, (k, replaces) in enumerate(later)]
+    events = (event("round", period, forms=forms), *others)
+    algorithm = js.Algorithm(events, count=lambda local: local)
+    exchanges = 0
+    for t in range(1, 20):
+        rounds = [name for name in algorithm.phase(t) if name.startswith("round")]
+        is_replaced = any(replaces and t % k == 0 for k, replaces in later)
+        is_due = t % period == 0 and not is_replaced
+        assert rounds == [f"round {exchanges % forms}"] * is_due
+        exchanges += is_due
+        assert algorithm.skip_count(exchanges - 1, t) == 1
 
 
 def test_a_local_update_passes_a_conditional_per_alternative():

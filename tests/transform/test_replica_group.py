@@ -58,7 +58,7 @@ def trips(group):
 
     def fn(tree):
         mean = group.mean(tree)
-        blocks = group.reduce_scatter(tree)
+        blocks = group.mean_scatter(tree)
         return {
             "mean": mean,
             "blocks": blocks,
@@ -114,7 +114,7 @@ def test_large_leaves_are_scattered_as_they_lie(axes, mesh_of):
     group = js.spec.ReplicaGroup(names)
 
     def one(tree):
-        blocks = group.reduce_scatter(jax.tree.map(lambda x: x[0], tree))
+        blocks = group.mean_scatter(jax.tree.map(lambda x: x[0], tree))
         whole = group.all_gather(blocks, jax.tree.map(lambda x: x[0], tree))
         return jax.tree.map(lambda x: x[None], (blocks, whole))
 
@@ -233,7 +233,7 @@ def test_leaves_that_are_sharded_inside_a_replica_keep_their_layout(explicit, me
 
 def test_in_a_codec_what_is_lost_is_what_was_not_sent():
     group = js.spec.ReplicaGroup("replica", codec=js.codecs.int8())
-    program = lift(group.reduce_scatter_in_codec, {"replica": REPLICAS}, "vmap", (False,))
+    program = lift(group.mean_scatter_in_codec, {"replica": REPLICAS}, "vmap", (False,))
     blocks, lost = program(STACKED)
     for name in ("cut", "last"):
         axis = 1 + SHAPES[name].index(max(SHAPES[name]))

@@ -1,4 +1,4 @@
-"""An outer optimizer that moves all replicas once in a while: slowmo and diloco."""
+"""Outer steps on an anchor: of slowmo, diloco, and local_sgd with fragments, delay or merge."""
 
 from ._aggregate import Aggregate as Aggregate
 from ._aggregate import NormWeighted as NormWeighted
@@ -13,5 +13,5 @@ from ._outer import ALONE as ALONE
 from ._outer import NO_RATE as NO_RATE
 from ._outer import OuterRate as OuterRate
 from ._outer import outer_algorithm as outer_algorithm
-from ._outer import shards_state as shards_state
+from ._outer import resolve_shard_state as resolve_shard_state
 from ._read_anchor import read_anchor as read_anchor

@@ -1,4 +1,4 @@
-"""How an outer step makes one displacement of the replicas' own, other than by their mean."""
+"""Ways to make one displacement of all replicas' displacements, other than their mean."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class RadialDirectional:
     where: Callable[[str], bool] | None = None
 
     def combine(self, v: PyTree, mass: jax.Array | None, replicas: ReplicaGroup) -> PyTree:
-        """Return the displacement of all replicas, of this replica's and its weight."""
+        """Return the displacement of all replicas, from this one's `v` and its weight `mass`."""
         leaves, treedef = jax.tree.flatten(v)
         mass = jnp.ones([], jnp.float32) if mass is None else mass
         chosen = [self.where is None or self.where(name) for name in leaf_names(v)]
@@ -34,7 +34,7 @@ class RadialDirectional:
         parts = [scale(x, mass) for x in parts]
         numbers = jnp.stack([*(scale(n, mass).astype(mass.dtype) for n in norms), mass])
         *radii, total = replicas.plain.mean_number(numbers)
-        means = replicas.reduce_scatter(treedef.unflatten(parts), role="slow")
+        means = replicas.mean_scatter(treedef.unflatten(parts), role="slow")
         out = []
         for x, radius, is_radial in zip(jax.tree.leaves(means), radii, chosen, strict=True):
             x = quotient(x, jnp.sqrt(jnp.sum(jnp.square(x)))) if is_radial else x
@@ -70,8 +70,8 @@ class NormWeighted:
         squares = [jnp.sum(jnp.square(x)).astype(jnp.float32) for x in jax.tree.leaves(v)]
         norm = jnp.sqrt(jnp.sum(jnp.stack(squares)))
         norm = norm if mass is None else jnp.where(mass > 0, norm, jnp.nan)
-        own, norms = replicas.plain.all_numbers(norm)
-        return self.factors(norms)[own]
+        index, norms = replicas.plain.all_numbers(norm)
+        return self.factors(norms)[index]
 
 
 Aggregate = Literal["mean", "rda"] | RadialDirectional | NormWeighted
@@ -79,7 +79,7 @@ Aggregate = Literal["mean", "rda"] | RadialDirectional | NormWeighted
 
 
 def rda(*, where: Callable[[str], bool] | None = None) -> RadialDirectional:
-    """Return `aggregate` by which an outer step averages norms and directions by themselves.
+    """Return `aggregate` for radial-directional averaging, of norms and directions separately.
 
     With the displacements v = anchor - y of the replicas and their weights w, of each leaf:
 

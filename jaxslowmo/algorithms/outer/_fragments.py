@@ -1,4 +1,4 @@
-"""Fragments: parts of a model with slow steps at different times, whose exchange may last updates.
+"""Parts of a model with slow steps at different times, whose exchange may last several updates.
 
 `delay` updates pass between taking what replicas send and applying its mean. Each of them averages
 one part, from values in the state alone, so a compiler can run the exchange beside forward and
@@ -29,6 +29,7 @@ from ...tree import Buffer, Staged, at_least_float32, form_matcher, leaf_names, 
 from .._error_feedback import has_leaves, next_residual
 
 TAKE, SEND, SLOW = "take", "send", "slow"  # the first two with a delay
+NOTHING = -1  # `InFlight.parts` where nothing is in flight
 
 
 @dataclass(frozen=True)
@@ -407,29 +408,26 @@ def _even_fragments(owner: str, count: int, params: PyTree, names: Sequence[str]
             f"{owner}: `fragments` must not be more than the leaves of the parameters, got "
             f"{count} for {len(sizes)} leaves.",
         )
-    runs = [tuple(run) for _, run in itertools.groupby(range(len(names)), _layers(names))]
+    layers = [_layer_name(name) for name in names]
+    runs = [tuple(run) for _, run in itertools.groupby(range(len(names)), layers.__getitem__)]
     if len(runs) < count:
         runs = [(place,) for place in range(len(names))]
-    ends = _cuts([sum(sizes[place] for place in run) for run in runs], count)
+    ends = _run_ends([sum(sizes[place] for place in run) for run in runs], count)
     numbers = np.repeat(np.arange(count), np.diff([0, *ends]))
     return [int(n) for n, run in zip(numbers, runs, strict=True) for _ in run]
 
 
-def _layers(names: Sequence[str]) -> Callable[[int], str]:
-    """Return a function from a leaf's position to the name of its layer.
+def _layer_name(leaf_name: str) -> str:
+    """Return the name of a leaf's layer.
 
-    That is the path to the last number in a leaf's name, as layers are numbered, or its parent.
+    That is the path to the last number in the leaf's name, as layers are numbered, or its parent.
     """
-
-    def layer(place: int) -> str:
-        parts = names[place].split("/")
-        numbered = [i for i, part in enumerate(parts) if any(c.isdigit() for c in part)]
-        return "/".join(parts[: numbered[-1] + 1] if numbered else parts[:-1])
-
-    return layer
+    parts = leaf_name.split("/")
+    numbered = [i for i, part in enumerate(parts) if any(c.isdigit() for c in part)]
+    return "/".join(parts[: numbered[-1] + 1] if numbered else parts[:-1])
 
 
-def _cuts(sizes: Sequence[int], count: int) -> list[int]:
+def _run_ends(sizes: Sequence[int], count: int) -> list[int]:
     """Return the ends of `count` runs of `sizes`, none empty, whose largest sum is smallest."""
     totals = [0, *itertools.accumulate(sizes)]
     # best[j]: largest sum of the best division of the first j sizes, and where its last run begins.
@@ -445,9 +443,6 @@ def _cuts(sizes: Sequence[int], count: int) -> list[int]:
     for row in reversed(begins):
         ends.append(row[ends[-1]])
     return ends[::-1]
-
-
-NOTHING = -1  # `InFlight.parts` where nothing is in flight
 
 
 class InFlight(NamedTuple):
@@ -482,12 +477,12 @@ def average_part(flight: InFlight, replicas: ReplicaGroup, delay: int) -> InFlig
         number = uniform(jnp.maximum(flight.parts, 0), group.axes)
         return [_with_mean(flight, number, group, delay)]
 
-    of_values = replicas.layouts(flight.values)
+    value_specs = replicas.layouts(flight.values)
     specs = None
-    if of_values is not None:
-        of_residual = of_values if has_leaves(flight.residual) else ()
-        others = len(jax.tree.leaves(flight)) - len(of_values) - len(of_residual)
-        specs = [*of_values, *[P()] * others, *of_residual]
+    if value_specs is not None:
+        residual_specs = value_specs if has_leaves(flight.residual) else ()
+        num_others = len(jax.tree.leaves(flight)) - len(value_specs) - len(residual_specs)
+        specs = [*value_specs, *[P()] * num_others, *residual_specs]
     held = replicas.local(flight, specs)
     flight = replicas.run(run, [held], held, packs=True)[0]
     # More than all parts are in a state that `average_all` has completed.
@@ -521,9 +516,9 @@ def _with_mean(flight: InFlight, number: jax.Array, replicas: ReplicaGroup, dela
     flats = [packing.pack(flight.values, role="slow")]
     if has_leaves(flight.residual):
         flats.append(packing.pack(flight.residual))
-    found = packing.map(average_slice, [list(held) for held in zip(*flats, strict=True)])
-    values, *lost = [packing.unpack([x[i] for x in found]) for i in range(len(flats))]
-    return flight._replace(values=values, residual=lost[0] if lost else flight.residual)
+    averaged = packing.map(average_slice, [list(held) for held in zip(*flats, strict=True)])
+    values, *residual = [packing.unpack([x[i] for x in averaged]) for i in range(len(flats))]
+    return flight._replace(values=values, residual=residual[0] if residual else flight.residual)
 
 
 def average_all(flight: InFlight, *, replicas: ReplicaGroup, delay: int) -> InFlight:
@@ -578,21 +573,21 @@ def overlapped_exchange(
       replicas: the replicas, whose devices hold whole leaves.
       delay: number of updates between taking what is sent and applying its mean.
     """
-    of_event = {schedule.event(SEND): schedule for schedule in schedules}
+    schedule_by_event = {schedule.event(SEND): schedule for schedule in schedules}
 
     def number(event: str) -> int:
-        return of_event[event].number
+        return schedule_by_event[event].number
 
     def is_behind(local: PyTree, event: str, t: int) -> bool:
         # -1 stands for nothing in flight: the base refused it, and none is expected.
         sent = int(local["in_flight"][number(event)].parts)
-        return 0 <= sent < of_event[event].parts_before(t)
+        return 0 <= sent < schedule_by_event[event].parts_before(t)
 
     return OverlappedExchange(
-        sending_events=lambda phase: tuple(event for event in phase if event in of_event),
+        sending_events=lambda phase: tuple(event for event in phase if event in schedule_by_event),
         values_to_send=lambda local, event: local["in_flight"][number(event)],
         exchange=functools.partial(average_all, replicas=replicas, delay=delay),
         with_values=lambda local, event, flight: with_flight(local, number(event), flight),
-        is_applied=lambda phase, event: of_event[event].event(SLOW) in phase,
+        is_applied=lambda phase, event: schedule_by_event[event].event(SLOW) in phase,
         is_behind=is_behind,
     )

@@ -1,13 +1,13 @@
-"""An outer optimizer on the displacement of the replicas since the last slow step.
+"""An outer optimizer that steps an anchor by what replicas have moved since its last step.
 
-SlowMo and DiLoCo are this algorithm with different outer optimizers. A model is a list of
-fragments, whose slow steps are due one after another; as a rule of one fragment, the whole model.
+SlowMo and DiLoCo are this algorithm with different outer optimizers. A model is divided into
+fragments, whose slow steps are due one after another. As a rule one fragment is the whole model.
 
-Two words: y are the parameters after the optimizer's update; x and its *mass* are the weighted
-parameters and the weight of push-sum, or of replicas that count differently, so that the mean is
-the sum of x over the sum of masses.
+The code uses these symbols. y are the parameters after the inner optimizer's update. x are the
+parameters times a weight, and `mass` is that weight: the one of push-sum, or of replicas that count
+differently. The mean of the replicas is the sum of x divided by the sum of the masses.
 
-With a `delay`, taking what a slow step sends and sending it are events of earlier updates; see
+With a `delay`, earlier updates take the values of a slow step ("take") and send them ("send"); see
 `InFlight`. Source of fragments, `delay` and `merge`: Douillard et al., "Streaming DiLoCo with
 overlapping communication", 2025, section 3.
 """
@@ -42,7 +42,7 @@ from ...transform import (
 from ...tree import Staged, add, at_least_float32, parts_of, subtract, widen_updates
 from .._error_feedback import first_memory, has_leaves, next_residual, part_to_send
 from ._aggregate import NormWeighted, RadialDirectional
-from ._blocks import DisplacementFn, slow_step, slow_step_in_blocks
+from ._chunks import AnchorStep, DisplacementFn, slow_step, slow_step_in_chunks
 from ._fragments import (
     ALL_LEAVES,
     NOTHING,
@@ -70,7 +70,7 @@ from ._fragments import (
 ALONE = Algorithm(owner="alone")
 """The base of an outer optimizer without one: it exchanges nothing."""
 
-NO_RATE = -1.0  # marks a replica that has run out of data, whose optimizer has not counted on
+NO_RATE = -1.0  # rate of a replica that has run out of data, whose optimizer made no step
 
 
 class OuterRate(NamedTuple):
@@ -130,7 +130,7 @@ class _Outer:
       inner_state: what a slow step does to the moments of the inner optimizer, or the periods in
         which they are averaged.
       aggregate: how the displacements of replicas become one; None: by their mean.
-      known: the fragments of the parameters that it is bound to; () before that.
+      bound_fragments: the fragments of the parameters that it is bound to; () before that.
     """
 
     owner: str
@@ -147,7 +147,7 @@ class _Outer:
     merge: float = 0.0
     inner_state: InnerPeriods = "keep"
     aggregate: RadialDirectional | NormWeighted | None = None
-    known: tuple[Fragment, ...] = ()
+    bound_fragments: tuple[Fragment, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise `ValueError` unless fragments, delay and merge fit the other arguments."""
@@ -185,7 +185,7 @@ class _Outer:
         """The number of fragments; None: a function gives it, and the parameters are not known."""
         if isinstance(self.fragments, Layers):
             return self.fragments.count
-        return (len(self.known) or None) if callable(self.fragments) else self.fragments
+        return (len(self.bound_fragments) or None) if callable(self.fragments) else self.fragments
 
     @property
     def to_moments(self) -> InnerState:
@@ -219,7 +219,7 @@ class _Outer:
             group = replace(group, without=(self.fragments.where, self.fragments.axis))
         elif self.fragments != 1 and parts_of(params, Staged):  # cut along the last dimension
             group = replace(group, without=(lambda name: True, -1))
-        known = self.known if params is None else self.make_fragments(params)
+        fragments = self.bound_fragments if params is None else self.make_fragments(params)
         if self.aggregate is not None and parts_of(params, Staged):
             raise ArgumentError(
                 "aggregate",
@@ -233,21 +233,23 @@ class _Outer:
         fits = fits and (self.is_sharded is not None or not parts_of(params, Staged))
         is_sharded = self.is_sharded if fits else False
         group = replace(group, is_cut=is_sharded)
-        bound = replace(self, base=base, group=group, known=known, is_sharded=is_sharded)
-        inside = bound.wrapped_base
+        bound = replace(
+            self, base=base, group=group, bound_fragments=fragments, is_sharded=is_sharded
+        )
+        wrapped_base = bound.wrapped_base
         algorithm = Algorithm(
             groups=(*base.groups, group),
             local=bound.first_local_state,
             shared=bound.first_shared_state,
-            mass=inside.mass,
+            mass=wrapped_base.mass,
             counts_alike=base.counts_alike,
-            reset=inside.reset,
+            reset=wrapped_base.reset,
             owner=self.owner,
             is_sharded=is_sharded,
             begin=bound.begin,
             needs_rate=base.needs_rate or (self.rate is not None and self.rate.is_passed),
-            count=inside.count,
-            permit=inside.permit,
+            count=wrapped_base.count,
+            permit=wrapped_base.permit,
             has_anchor=True,
             bind=bound.algorithm,
         )
@@ -287,20 +289,20 @@ class _Outer:
         events = [_wrap_shared_state(event) for event in self.wrapped_base.events]
         for schedule in schedules:
             event = functools.partial(self.event, schedule)
-            of_slow = {"replaces": self.replaces_base, "inner_state": self.to_moments}
+            slow_options = {"replaces": self.replaces_base, "inner_state": self.to_moments}
             if not self.delay:
-                events.append(event(SLOW, schedule.every, _SlowStep.run, **of_slow))
+                events.append(event(SLOW, schedule.every, _SlowStep.run, **slow_options))
                 continue
             missed = functools.partial(_drop_in_flight, number=schedule.number)
             # With a conditional around it the exchange would run beside nothing. Where any update
             # but one sends, that one overwrites what it sent.
             always = self.delay == self.schedule.k - 1 and len(schedules) == 1
-            send = {"missed": missed, "is_unconditional": always}
+            send_options = {"missed": missed, "is_unconditional": always}
             events += [
                 # It comes first: where it is not due, taking overwrites what it sent.
-                event(SEND, schedule.sends, _SlowStep.send, **send),
+                event(SEND, schedule.sends, _SlowStep.send, **send_options),
                 event(TAKE, schedule.takes, _SlowStep.take, missed=missed),
-                event(SLOW, schedule.every, _SlowStep.apply, missed=missed, **of_slow),
+                event(SLOW, schedule.every, _SlowStep.apply, missed=missed, **slow_options),
             ]
         return (*events, *moment_events(self.owner, self.inner_state, self.group)[1])
 
@@ -315,7 +317,7 @@ class _Outer:
         """Return an event of the fragment with this schedule."""
 
         def run(carry: Carry, replicas: ReplicaGroup, context: UpdateContext) -> Carry:
-            fragment = self.known[schedule.number]
+            fragment = self.bound_fragments[schedule.number]
             replicas = replicas.for_leaves(carry.before, fragment.places, fragment.unflatten)
             return do(_SlowStep(self, fragment, replicas, context), carry)
 
@@ -328,7 +330,7 @@ class _Outer:
         state: dict[str, Any] = {"base": self.base.local(params)}
         if self.rate is not None and self.rate.is_passed:
             # The largest rate since the last slow step of each fragment.
-            state["rates"] = jnp.zeros([max(1, len(self.known))], jnp.float32)
+            state["rates"] = jnp.zeros([max(1, len(self.bound_fragments))], jnp.float32)
         if not self.exact_average:
             state |= self.first_outer_state(params)
         if self.group.codec is not None:
@@ -339,7 +341,7 @@ class _Outer:
             residual = state["sent"].residual if "sent" in state else ()
             state["in_flight"] = tuple(
                 nothing_in_flight(x.select(params), _select_residual(x, residual))
-                for x in self.known
+                for x in self.bound_fragments
             )
         return state
 
@@ -352,8 +354,8 @@ class _Outer:
         """Return the first anchor, and the state of the outer optimizer."""
         # The anchor sums many small displacements, which half precision would lose.
         anchor = jax.tree.map(lambda x: x.astype(at_least_float32(x.dtype)), params)
-        states = [self.stepper(params, x).init(x.select(anchor)) for x in self.known]
-        return {"anchor": anchor, "outer": combine_states(states, self.known, anchor)}
+        states = [self.stepper(params, x).init(x.select(anchor)) for x in self.bound_fragments]
+        return {"anchor": anchor, "outer": combine_states(states, self.bound_fragments, anchor)}
 
     def stepper(self, params: PyTree, fragment: Fragment) -> optax.GradientTransformationExtraArgs:
         """Return the optimizer of a fragment's anchor.
@@ -380,7 +382,7 @@ class _Outer:
             return updates, local, shared
         state = shared if self.exact_average else local
         outer = state["outer"]
-        for fragment in self.known:
+        for fragment in self.bound_fragments:
             one = fragment_state(outer, fragment, self.optimizer.init, state["anchor"])
             outer = with_state(outer, fragment, self.rate.observe(one, rate), state["anchor"])
         state = state | {"outer": outer}
@@ -473,11 +475,15 @@ class _SlowStep:
         taken_at = None
         if rate is not None:
             taken_at = flight.rate if rate.is_passed else replicas.plain.same(flight.rate)
-        after = self.move_anchor(displacement, mass, taken_at, after)
+        after = self.outer_step(displacement, mass, taken_at, after)
         is_whole = replicas.plain.same(flight.parts) == self.outer.delay
         # No conditional, beside which nothing would run: the slow step itself sends little.
-        after = jax.tree.map(lambda new, old: jnp.where(is_whole, new, old), after[1:], carry[1:])
-        return self.with_flight(Carry(carry.before, *after), flight.drop())
+        after = jax.tree.map(
+            lambda new, old: jnp.where(is_whole, new, old),
+            after._replace(before=()),
+            carry._replace(before=()),
+        )
+        return self.with_flight(after._replace(before=carry.before), flight.drop())
 
     def flight(self, carry: Carry) -> InFlight:
         """Return what is in flight of the fragment."""
@@ -487,7 +493,7 @@ class _SlowStep:
         """Return the carry with this in flight of the fragment."""
         return carry._replace(local=with_flight(carry.local, self.fragment.number, flight))
 
-    # What they are made of.
+    # The parts of the events.
 
     def ask_base(self, carry: Carry) -> tuple[bool | jax.Array, Carry]:
         """Return whether the base, such as `only_finite`, permits the exchange, and the carry."""
@@ -503,15 +509,15 @@ class _SlowStep:
         # D, the pseudo-gradient: the displacement since the last slow step, sign reversed.
         rate = self.outer.rate_of(self.context)
         if not self.outer.exact_average:
-            values = jax.tree.map(subtract, carry.local["anchor"], carry.params)
-            return self.move_anchor(values, None, rate, carry)
-        values, mass = self.weighted_values(carry)
+            displacement = jax.tree.map(subtract, carry.local["anchor"], carry.params)
+            return self.outer_step(displacement, None, rate, carry)
+        x, mass = self.weighted_values(carry)
         if self.outer.group.codec is None:
-            return self.move_anchor(values, mass, rate, carry, self.displacement_fn(mass))
-        parts, anyone = self.displacement_to_send(values, mass, carry)
-        values, lost = self.replicas.reduce_scatter_in_codec(parts, role="slow")
-        values, carry = self.update_residual(values, lost, anyone, carry)
-        return self.move_anchor(values, mass, rate, carry)
+            return self.exchange_and_step(x, self.displacement_fn(mass), mass, rate, carry)
+        parts, anyone = self.displacement_to_send(x, mass, carry)
+        displacement, lost = self.replicas.mean_scatter_in_codec(parts, role="slow")
+        displacement, carry = self.update_residual(displacement, lost, anyone, carry)
+        return self.outer_step(displacement, mass, rate, carry)
 
     def weighted_params(self, carry: Carry) -> tuple[PyTree, jax.Array | None]:
         """Return the weighted parameters and their weight, None if it is always 1."""
@@ -522,11 +528,11 @@ class _SlowStep:
             pairs = base.mass(carry.local)
         if pairs is not None:
 
-            def weighted_sum(own: jax.Array, *others: jax.Array) -> jax.Array:
-                terms = zip(pairs, (own, *others), strict=True)
+            def weighted_sum(leaf: jax.Array, *others: jax.Array) -> jax.Array:
+                terms = zip(pairs, (leaf, *others), strict=True)
                 return sum(
-                    (w.astype(own.dtype) * x.astype(own.dtype) for (w, _), x in terms),
-                    start=jnp.zeros_like(own),
+                    (w.astype(leaf.dtype) * x.astype(leaf.dtype) for (w, _), x in terms),
+                    start=jnp.zeros_like(leaf),
                 )
 
             x = jax.tree.map(weighted_sum, x, *(tree for _, tree in pairs[1:]))
@@ -537,7 +543,10 @@ class _SlowStep:
         return x, mass
 
     def weighted_values(self, carry: Carry) -> tuple[PyTree, jax.Array | None]:
-        """Return the fragment's weighted parameters and their weight, less if it moved too far."""
+        """Return the fragment's weighted parameters and their weight.
+
+        With `norm_weighted` both are reduced where this replica moved further than others.
+        """
         x, mass = self.weighted_params(carry)
         x, aggregate = self.fragment.select(x), self.outer.aggregate
         if not isinstance(aggregate, NormWeighted):
@@ -548,7 +557,7 @@ class _SlowStep:
         return x, factor if mass is None else scale(mass, factor)
 
     def displacement_fn(self, mass: jax.Array | None) -> DisplacementFn:
-        """Return the function that makes D of weighted parameters and the anchor."""
+        """Return the function that exchanges and makes D from weighted parameters and anchor."""
         # sum x / sum w is the exact mean of weighted and push-sum parameters too.
         aggregate = self.outer.aggregate
         if isinstance(aggregate, RadialDirectional):
@@ -566,7 +575,7 @@ class _SlowStep:
             return jnp.where(total > 0, quotient(leaf, total), old)
 
         def mean_displacement(group: ReplicaGroup, x: PyTree, anchor: PyTree) -> PyTree:
-            mean = jax.tree.map(mean_of, group.reduce_scatter(x, role="slow"), anchor)
+            mean = jax.tree.map(mean_of, group.mean_scatter(x, role="slow"), anchor)
             return jax.tree.map(subtract, anchor, mean)
 
         return mean_displacement
@@ -584,10 +593,14 @@ class _SlowStep:
     def update_residual(
         self, displacement: PyTree, lost: PyTree, anyone: jax.Array | None, carry: Carry
     ) -> tuple[PyTree, Carry]:
-        """Return D, and the carry that remembers what of it was lost.
+        """Return D, and the carry with the residual after the exchange.
 
-        Without weight on any replica D is 0, and what was not sent before stays; None: there is
-        some.
+        Args:
+          displacement: the mean of what replicas sent.
+          lost: what this replica could not send of its part in the codec.
+          anyone: () bool, whether any replica has weight; None: one has. Else D is 0, and the
+            residual stays as it was.
+          carry: the carry before the exchange.
         """
         sent, codec = carry.local["sent"], self.replicas.codec
         residual = () if codec is None else next_residual(codec, lost)
@@ -600,22 +613,44 @@ class _SlowStep:
             sent = sent._replace(residual=self.fragment.write(sent.residual, residual))
         return displacement, carry._replace(local=carry.local | {"sent": sent})
 
-    def move_anchor(
+    def outer_step(
+        self, displacement: PyTree, mass: jax.Array | None, rate: jax.Array | None, carry: Carry
+    ) -> Carry:
+        """Return the carry after an outer step with D, of which this replica has its blocks."""
+        step, anchor, outer, after = self.prepare_step(mass, rate, carry)
+        anchor, outer = step(displacement, anchor, outer)
+        whole, anchor, after = self.gather_anchor(anchor, after)
+        return self.set_params(whole, anchor, outer, after, carry)
+
+    def exchange_and_step(
         self,
-        values: PyTree,
+        x: PyTree,
+        displacement_fn: DisplacementFn,
         mass: jax.Array | None,
         rate: jax.Array | None,
         carry: Carry,
-        displacement_fn: DisplacementFn | None = None,
     ) -> Carry:
-        """Return the carry after the outer optimizer's step.
+        """Return the carry after an outer step with D = `displacement_fn(replicas, x, anchor)`.
 
-        D is `displacement_fn(replicas, values, anchor)`, of any leaves of weighted parameters;
-        without it D are the values.
+        x are the weighted parameters, of which large leaves are taken in chunks.
         """
-        settings, fragment, replicas, old = self.outer, self.fragment, self.replicas, carry
+        step, anchor, outer, after = self.prepare_step(mass, rate, carry)
+        run = slow_step
+        if self.outer.is_element_wise:
+            run = functools.partial(slow_step_in_chunks, count=self.context.count)
+        whole, anchor, outer = run(displacement_fn, step, self.replicas, x, anchor, outer)
+        return self.set_params(whole, anchor, outer, after, carry)
+
+    def prepare_step(
+        self, mass: jax.Array | None, rate: jax.Array | None, carry: Carry
+    ) -> tuple[AnchorStep, PyTree, Any, Carry]:
+        """Return the outer optimizer's step, the fragment's anchor and outer state, and the carry.
+
+        The carry's statistics are averaged, and replicas have agreed on the rate.
+        """
+        settings, fragment = self.outer, self.fragment
         if carry.statistics and settings.exact_average:
-            means = replicas.plain.mean(carry.statistics, mass)
+            means = self.replicas.plain.mean(carry.statistics, mass)
             carry = carry._replace(statistics=means)
         state, options = carry.shared if settings.exact_average else carry.local, {}
         stepper, anchor = settings.stepper(carry.before, fragment), fragment.select(state["anchor"])
@@ -636,20 +671,27 @@ class _SlowStep:
                 raise
             return jax.tree.map(add, anchor, step), outer
 
-        # The anchor replaces the parameters. Adding a step to them instead would let the replicas
-        # drift apart by rounding, a little with every slow step.
-        if displacement_fn is None:
-            anchor, outer = step(values, anchor, outer)
-            whole, anchor, carry = self.gather_anchor(anchor, carry)
-        else:
-            run = slow_step
-            if settings.is_element_wise:
-                run = functools.partial(slow_step_in_blocks, count=self.context.count)
-            whole, anchor, outer = run(displacement_fn, step, replicas, values, anchor, outer)
+        return step, anchor, outer, carry
+
+    def set_params(
+        self, whole: PyTree, anchor: PyTree, outer: Any, carry: Carry, old: Carry
+    ) -> Carry:
+        """Return the carry with a new anchor and outer state, and parameters set to the anchor.
+
+        Args:
+          whole: the fragment's whole new anchor, or where all replicas continue instead.
+          anchor: this replica's blocks of it.
+          outer: the fragment's outer state.
+          carry: the carry after the step.
+          old: the carry before it.
+        """
+        settings, fragment = self.outer, self.fragment
+        state = carry.shared if settings.exact_average else carry.local
         outer = with_state(state["outer"], fragment, outer, state["anchor"])
         new = {"anchor": fragment.write(state["anchor"], anchor), "outer": outer}
-        local = fragment.select(carry.params)
-        target = merge_params(local, whole, settings.merge)
+        # The anchor replaces the parameters. Adding a step to them instead would let the replicas
+        # drift apart by rounding, a little with every slow step.
+        target = merge_params(fragment.select(carry.params), whole, settings.merge)
         # Rounded as the parameters are: all replicas go on from one value.
         leaves = fragment.select(carry.before)
         target = widen_updates(jax.tree.map(lambda p, t: t.astype(p.dtype), leaves, target))
@@ -668,7 +710,7 @@ class _SlowStep:
             carry = carry._replace(local=local, shared=carry.shared | new)
         else:
             carry = carry._replace(local=carry.local | new)
-        return update_moments(old, carry, replicas, self.context, settings.to_moments)
+        return update_moments(old, carry, self.replicas, self.context, settings.to_moments)
 
     def agree_on_rate(
         self, source: OuterRate, outer: Any, rate: jax.Array, carry: Carry
@@ -712,7 +754,7 @@ class _SlowStep:
 
 
 def local_displacement(x: PyTree, mass: jax.Array | None, anchor: PyTree) -> PyTree:
-    """Return how far a replica is from the anchor, sign reversed, of its weighted parameters."""
+    """Return anchor - x / mass: the displacement of one replica, sign reversed."""
     z = x if mass is None else jax.tree.map(lambda leaf: quotient(leaf, mass), x)
     return jax.tree.map(subtract, anchor, z)
 
@@ -727,7 +769,7 @@ def merge_params(local: PyTree, anchor: PyTree, merge: float) -> PyTree:
 
 
 def _select_residual(fragment: Fragment, residual: PyTree) -> PyTree:
-    """Return the fragment's part of a tree, () of none."""
+    """Return the fragment's part of the residual; () without one."""
     return fragment.select(residual) if has_leaves(residual) else ()
 
 
@@ -742,11 +784,11 @@ def _wrap_shared_state(event: Event) -> Event:
 
 
 def _drop_in_flight(local: Any, due: Any, *, number: int) -> Any:
-    """Drop what is in flight: of a displacement of which a part was not sent is no mean."""
+    """Drop what is in flight where `due`: one part was not sent, so there is no mean of all."""
     return with_flight(local, number, local["in_flight"][number].drop(due))
 
 
-def shards_state(
+def resolve_shard_state(
     owner: str,
     shard_state: bool | None,
     group: ReplicaGroup,
@@ -756,7 +798,7 @@ def shards_state(
 ) -> bool | None:
     """Return whether anchor and outer state are sharded, for the argument `shard_state`.
 
-    None: in a training step, and not in a loop of one's own.
+    None means that they are in a training step, and are not in a loop of one's own.
 
     Raises:
       ValueError: a codec without an exchange.

@@ -28,8 +28,8 @@ def read_anchor(
       axis_name: the replica axis.
 
     Returns:
-      A float32 tree of `(replicas, *s)`, like the parameters. It is equal on all replicas, unless
-      each has an anchor of its own, with `exact_average=False` and of `noloco`.
+      A tree of `(replicas, *s)`, like the parameters, in float32 (float64 for float64 leaves). It
+      is equal on all replicas, unless each has its own: with `exact_average=False`, or `noloco`.
 
     Raises:
       ValueError: a transform without an anchor.

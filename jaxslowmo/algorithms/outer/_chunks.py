@@ -1,7 +1,8 @@
-"""Slow steps of large leaves, block by block where they lie.
+"""Slow steps that take large leaves in chunks of rows, one after the other and in place.
 
-A slow step needs the mean of the replicas beside anchor and moments. Of a leaf that takes most of
-the memory, such as an embedding table, that would be memory of its size.
+A slow step needs memory for the replicas' mean, besides the anchor and its moments. For a leaf that
+takes most of the memory, such as an embedding table, the mean would take that much again. Chunks
+bound it. (A block is what a device holds of a leaf; each chunk is cut into blocks as the leaf is.)
 """
 
 import math
@@ -11,15 +12,15 @@ from typing import Any
 import jax
 
 from ..._support.types import PyTree, axis_names
-from ...collectives import block_sizes, exchange_in_blocks, uses_blocks
+from ...collectives import chunk_sizes, exchange_in_chunks, uses_chunks
 from ...transform import ReplicaGroup, run_if, unseen_zero
 from ...tree import form_matcher, leaf_names, note_buffers, noted_buffers, plan_buffers
 from ._fragments import Fragment
 
 DisplacementFn = Callable[[ReplicaGroup, PyTree, PyTree], PyTree]
-"""D of parameters and anchor."""
+"""Function that exchanges: D, the pseudo-gradient, from weighted parameters and the anchor."""
 AnchorStep = Callable[[PyTree, PyTree, Any], tuple[PyTree, Any]]
-"""Anchor and outer state after the outer optimizer's step, of D and both before."""
+"""Function from D, anchor and outer state to both after the outer optimizer's step."""
 _StepResult = tuple[PyTree, PyTree, Any]
 
 
@@ -31,13 +32,22 @@ def slow_step(
     anchor: PyTree,
     outer: Any,
 ) -> _StepResult:
-    """Return the parameters after a slow step, the anchor, and the outer state."""
+    """Return the whole new anchor, this replica's blocks of it, and the outer state.
+
+    Args:
+      displacement_fn: function that exchanges, and returns D.
+      step: function that takes the outer optimizer's step.
+      replicas: the replicas, for leaves like these.
+      params: this replica's weighted parameters.
+      anchor: this replica's blocks of the anchor.
+      outer: the state of the outer optimizer, for these blocks.
+    """
     displacement = displacement_fn(replicas, params, anchor)
     anchor, outer = step(displacement, anchor, outer)
     return replicas.all_gather(anchor, params), anchor, outer
 
 
-def slow_step_in_blocks(
+def slow_step_in_chunks(
     displacement_fn: DisplacementFn,
     step: AnchorStep,
     replicas: ReplicaGroup,
@@ -46,18 +56,18 @@ def slow_step_in_blocks(
     outer: Any,
     count: jax.Array,
 ) -> _StepResult:
-    """Return `slow_step` of functions that act on elements, of large leaves block by block.
+    """Return the results of `slow_step`, which takes large leaves in chunks.
 
     Args:
-      displacement_fn: function of some leaves; see `slow_step`.
-      step: function of some leaves.
-      replicas: the replicas, for leaves like these.
-      params: the parameters.
-      anchor: the anchor.
-      outer: the state of the outer optimizer.
+      displacement_fn: as in `slow_step`; it acts on elements, and is called for some leaves.
+      step: as in `slow_step`; it acts on elements, and is called for some leaves.
+      replicas: as in `slow_step`.
+      params: as in `slow_step`.
+      anchor: as in `slow_step`.
+      outer: as in `slow_step`.
       count: () int32, equal on all replicas, such as the number of the update.
 
-    Communication: that of `slow_step`, for up to 64 blocks of a large leaf one after the other.
+    Communication: that of `slow_step`, for up to 64 chunks of a large leaf one after the other.
     """
     large = _num_parts(replicas, params)
     if not large:
@@ -70,7 +80,7 @@ def slow_step_in_blocks(
     def step_part(
         part: Fragment, step: AnchorStep, trees: Sequence[PyTree]
     ) -> tuple[list[PyTree], list[Any]]:
-        """Return these trees of some leaves after their step, and all states."""
+        """Return these trees, of some leaves, after their step, and all states."""
         x, a, *moments = trees
         group = replicas.for_leaves(params, part.places, part.unflatten)
         before = form.unflatten(_replace_at(states, places, moments))
@@ -78,10 +88,11 @@ def slow_step_in_blocks(
         after = form.flatten_up_to(after)
         return [x, a, *(after[i] for i in places)], after
 
-    def step_in_branch(*operands: Any) -> tuple[PyTree, Any]:
+    def step_in_branch(displacement: PyTree, anchor: PyTree, outer: Any) -> tuple[PyTree, Any]:
         # XLA would compute in the write of the anchor what the moments have been, and in theirs
         # what the anchor has been, and copy both; but not beyond a conditional.
         is_due = unseen_zero(count) == 0
+        operands = displacement, anchor, outer
         return run_if(is_due, lambda x: step(*x), lambda x: x[1:], operands, axes=())
 
     rest = Fragment(places=tuple(i for i in range(len(jax.tree.leaves(params))) if i not in large))
@@ -90,13 +101,13 @@ def slow_step_in_blocks(
     for i, parts in large.items():
         one = Fragment(places=(i,))
 
-        def block(*leaves: jax.Array, one: Fragment = one) -> list[jax.Array]:
+        def step_chunk(*leaves: jax.Array, one: Fragment = one) -> list[jax.Array]:
             new, _ = step_part(one, step_in_branch, [one.unflatten(params, [x]) for x in leaves])
             return jax.tree.leaves(new)
 
         leaves = jax.tree.leaves([one.select(tree) for tree in trees])
-        with noted_buffers():  # those of single blocks
-            leaves = exchange_in_blocks(block, *leaves, parts=parts)
+        with noted_buffers():  # those of single chunks
+            leaves = exchange_in_chunks(step_chunk, *leaves, parts=parts)
         note_buffers("slow", plan_buffers(leaves[:1]).buffers, [leaf_names(params)[i]])
         trees = [one.write(tree, [leaf]) for tree, leaf in zip(trees, leaves, strict=True)]
     x, a, *moments = trees
@@ -110,23 +121,24 @@ def _replace_at(states: Sequence[Any], places: Sequence[int], new: Sequence[Any]
 
 
 def _num_parts(replicas: ReplicaGroup, params: PyTree) -> dict[int, int]:
-    """Return for each leaf to take in blocks in how many parts devices have its rows.
+    """Return in how many parts devices hold the rows of each leaf that is taken in chunks.
 
-    They are those of a training step, whose blocks are cut over the replicas as the whole leaf is.
+    Those are large leaves in a training step, each of whose chunks is cut into blocks along the
+    same dimension as the leaf.
     """
     if replicas.stacked is None:
         return {}
-    found, sizes = {}, replicas.stacked.mesh.shape
+    num_parts, sizes = {}, replicas.stacked.mesh.shape
     cuts, whole = replicas.dimensions(params), replicas.shared_blocks(params)
     for i, x in enumerate(jax.tree.leaves(params)):
-        if not uses_blocks(x):
+        if not uses_chunks(x):
             continue
         names = [*whole.spec(i, replicas.axes), None][0]
         parts = math.prod(sizes[name] for name in axis_names(names or ()))
         one = Fragment(places=(i,))
         group = replicas.for_leaves(params, one.places, one.unflatten)
-        shapes = [(n * parts, *x.shape[1:]) for n in block_sizes(x.shape[0] // parts)]
-        blocks = [one.unflatten(params, [jax.ShapeDtypeStruct(s, x.dtype)]) for s in shapes]
-        if all(group.dimensions(block) == [cuts[i]] for block in blocks):
-            found[i] = parts
-    return found
+        shapes = [(n * parts, *x.shape[1:]) for n in chunk_sizes(x.shape[0] // parts)]
+        chunks = [one.unflatten(params, [jax.ShapeDtypeStruct(s, x.dtype)]) for s in shapes]
+        if all(group.dimensions(chunk) == [cuts[i]] for chunk in chunks):
+            num_parts[i] = parts
+    return num_parts

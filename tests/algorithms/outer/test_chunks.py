@@ -1,4 +1,4 @@
-"""Outer steps of large leaves, which on CPU are made block by block."""
+"""Outer steps of large leaves, which on CPU are made chunk by chunk."""
 
 import functools
 
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.collectives import _means
 
-# Cut along rows, of which blocks take more than one, with some left; along columns; not at all.
+# Cut along rows, of which chunks take more than one, with some left; along columns; not at all.
 SHAPES = {"rows": (520, 3), "flat": (1048,), "columns": (70, 8), "whole": (70, 3), "small": (2,)}
 PARAMS = {
     name: np.random.default_rng(0).normal(size=shape).astype(np.float32)
@@ -70,7 +70,7 @@ def trained(mesh, sync, weight):
 
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("mesh", MESHES)
-def test_blocks_change_no_bit(mesh, sync, monkeypatch):
+def test_chunks_change_no_bit(mesh, sync, monkeypatch):
     is_weighted = sync in ("whole anchor", "slowmo")
     weight = {"weight": np.array([1, 0, 2, 1], np.float32)} if is_weighted else {}
     found = []
