@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -47,17 +48,19 @@ from ._format import (
     checked_name,
     concatenate,
     leaf_descriptions,
+    parse_island,
+    parse_round,
+    read_heartbeat,
     read_run,
+    round_folder,
     split_like,
 )
 from ._optimizer import HostOptimizer, checked_optimizer
 from ._rounds import Outcome, Rounds
-from ._status import Status, status
 from ._store import Clock, IslandsError, ObstoreClient, RetryingStore, Traffic, parse_url
 
 if TYPE_CHECKING:
     from ..train import StepResult, TrainState
-
 
 _LOGGER = logging.getLogger("jaxslowmo.islands")
 _JOIN_SECONDS = 10.0  # how long a store may not answer when a user waits to begin
@@ -122,6 +125,112 @@ def _with_island_state(base: Algorithm, *, error_feedback: bool) -> Algorithm:
         return _with_island_state(base.bound(axis_sizes, params), error_feedback=error_feedback)
 
     return replace(wrap_algorithm(base), local=local, owner="islands", bind=base.bind and bind)
+
+
+# The status of a run, for everyone: who takes part, by what lies in the bucket.
+
+
+class IslandStatus(NamedTuple):
+    """What an island last did.
+
+    Attributes:
+      name: its name.
+      round: the round towards which it trains, or of which it waits for the manifest.
+      lag: rounds between that and the open round.
+      has_part: whether the open round has a part of it.
+      updates: its updates so far.
+      sent, received: bytes of its last exchange.
+      last_seen: when it last wrote, by the store's clock.
+    """
+
+    name: str
+    round: int
+    lag: int
+    has_part: bool
+    updates: int
+    sent: int
+    received: int
+    last_seen: datetime
+
+
+class Status(NamedTuple):
+    """Where a run is.
+
+    Attributes:
+      run: its name.
+      round: the open round: as many are decided.
+      snapshot: round of the newest snapshot.
+      bytes: size of all objects in the store.
+      islands: the islands that have ever joined.
+    """
+
+    run: str
+    round: int
+    snapshot: int
+    bytes: int
+    islands: list[IslandStatus]
+
+    def __str__(self) -> str:
+        """Return a table."""
+        head = (
+            f"run {self.run}: round {self.round} is open, newest snapshot {self.snapshot}, "
+            f"{self.bytes:,} bytes in the store"
+        )
+        rows = [("island", "round", "lag", "part", "updates", "sent", "received", "last seen")]
+        rows += [
+            (
+                x.name, str(x.round), str(x.lag), "yes" if x.has_part else "-", str(x.updates),
+                f"{x.sent:,}", f"{x.received:,}", f"{x.last_seen:%Y-%m-%d %H:%M:%S} UTC",
+            )
+            for x in self.islands
+        ]  # fmt: skip
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        return "\n".join([head, *lines])
+
+
+def status(url: str) -> Status:
+    """Return who takes part in the run at a URL: islands, rounds, lags, bytes and when they wrote.
+
+    Args:
+      url: the URL or the folder of the run, as in `js.islands.join`.
+
+    Returns:
+      A `Status`, which prints as a table.
+
+    Raises:
+      IslandsError: there is no run, or the store does not answer.
+
+    Communication: one listing of the store, and one small object per island.
+    """
+    store = RetryingStore(ObstoreClient(url, creates=False), url, 10.0, Clock(), lambda line: None)
+    settings = read_run(store)
+    if settings is None:
+        raise IslandsError(f"{store.url}: there is no run here.")
+    entries = store.list("")
+    keys = [entry.key for entry in entries]
+    decided = [parse_round(key) for key in keys if key.endswith("/manifest.json")]
+    number = max((n + 1 for n in decided if n is not None), default=0)
+    snapshots = [parse_round(key) or 0 for key in keys if key.startswith("snapshots/")]
+    present = {parse_island(key) for key in keys if key.startswith(f"{round_folder(number)}/")}
+    islands = []
+    for entry in entries:
+        if not entry.key.startswith("islands/"):
+            continue
+        heartbeat = read_heartbeat(store, entry.key)
+        if heartbeat is not None:
+            islands.append(
+                IslandStatus(
+                    heartbeat.island, heartbeat.round, number - heartbeat.round,
+                    heartbeat.island in present, heartbeat.updates, heartbeat.sent,
+                    heartbeat.received, entry.modified,
+                )
+            )  # fmt: skip
+    size = sum(entry.size for entry in entries)
+    return Status(settings.run_id, number, max(snapshots, default=0), size, islands)
+
+
+# An island.
 
 
 class Report(NamedTuple):
