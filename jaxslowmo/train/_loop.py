@@ -194,9 +194,9 @@ def train_loop(
         `js.TrainPipeline`, which has its own state and batches and continues from its position.
       state: the state to start from; its buffers are donated if the step donates.
       batches: one batch per step, or `accumulate` of them; or `js.train.uneven_batches(...)`.
-      num_steps: the number of the last step; None continues until `batches` ends. Numbers go on
-        from the state's own count of updates, also in a resumed run; from 0 for a state that is no
-        `TrainState`.
+      num_steps: the number of the last step, counted from a new state: one that has done k updates
+        runs `num_steps` - k more. None continues until `batches` ends. A state that is not a
+        step's own counts as new.
       hooks: each is called in order with the `StepResult` when its `every` is due. A dict that it
         returns is merged into `reports`, so later hooks see it.
       prefetch: number of batches that a thread loads and places on the devices ahead of their steps

@@ -31,8 +31,8 @@ class StepResult:
     """The result of one step.
 
     Attributes:
-      step: number of updates so far, this one included: the state's own count, unless `start` of
-        `js.train_loop` says otherwise.
+      step: number of updates so far, this one included: the count of the first state, plus one for
+        each update since.
       state: state after the step. The next step donates its buffers, so read it before that.
       metrics: arrays on the devices, stacked per replica; reading them waits for the step. With
         `steps_per_call` of `js.train_loop` those of all its updates, along a first dimension.
