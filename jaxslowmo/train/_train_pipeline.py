@@ -191,7 +191,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         room: float = 0.25,
     ) -> None:
         self._depth = checked_int("`depth` counts batches and", depth, 0)
-        self._accumulate = check_accumulation(accumulate, partial)
+        self._accumulate = checked_accumulation(accumulate, partial)
         self._drain, self._partial = drain, partial
         is_positive = (as_number(timeout) or 0) > 0
         if timeout is not None and not (is_positive and depth > 0):
@@ -548,7 +548,7 @@ def _state_reader(state: Any) -> Callable[[], Any] | None:
     return state if is_function else None
 
 
-def check_accumulation(accumulate: Any, partial: Any) -> int:
+def checked_accumulation(accumulate: Any, partial: Any) -> int:
     """Return the number of batches per update; raise `ValueError` if it or `partial` is wrong."""
     check_choice("partial", partial, Partial)
     return checked_int("`accumulate` counts batches per update and", accumulate, 1)

@@ -184,8 +184,8 @@ def _samples(notes: list[dict[str, Any]]) -> tuple[list[int], str | None]:
         sizes.setdefault(replica, set()).add(size)
     differ = sorted(replica for replica, each in sizes.items() if len(each) > 1)
     if differ:
-        given = [sorted(sizes[replica]) for replica in differ]
-        return [], f"processes that share replicas {differ} give {given} samples for them"
+        counts = [sorted(sizes[replica]) for replica in differ]
+        return [], f"processes that share replicas {differ} give {counts} samples for them"
     return [max(sizes[replica]) for replica in sorted(sizes)], None
 
 

@@ -43,7 +43,7 @@ from ._update import Layout, Update, without_optimizer
 
 
 class WindowCapacity(NamedTuple):
-    """How many further batches a window can hold whose rows have a place in it.
+    """The capacity of a window for the rows of further batches.
 
     Attributes:
       num_batches: number of further batches that fit.
@@ -435,7 +435,7 @@ class Runner:
             out_shardings = None
             if self.shardings is not None and not is_inside:
                 pins = self.shardings
-                if self._changes:  # the compiler says out_shardings the optimizer's state lies
+                if self._changes:  # the compiler says where the optimizer's state lies
                     pins = pins._replace(opt_state=None)
                 out_shardings = programs.result_shardings(
                     task, self.bound_update, self.layout, self.mesh, pins, inputs

@@ -1,6 +1,6 @@
 """One update of one replica, from top to bottom: gradients, their reduction, optimizer, exchange.
 
-Then what a part of the step leaves to the others, and the states of its parts and their layout.
+Then what an argument of the step leaves to the others, the states, and their layout.
 """
 
 import dataclasses
@@ -232,8 +232,8 @@ class Update:
         )
         pending, metrics, carry = map_prepare(training_state, computed, *inputs)
 
-        def exchange(replicas: StackedReplicas, local: Any, shared: PyTree) -> Any:
-            state, pending = local
+        def exchange(replicas: StackedReplicas, mapped: Any, shared: PyTree) -> Any:
+            state, pending = mapped
             return self.exchange_params(state, shared, pending, count, phase, replicas)
 
         new, shared = vmap_replicas(exchange, (local, pending), shared, **mesh_kwargs)
@@ -448,17 +448,15 @@ class Update:
         self, state: TrainState, inputs: StepInputs, *, num_batches: int
     ) -> GradientWindow:
         """Return an empty window for the next update; see `BatchGradients.open_window`."""
-        return self.differentiated_loss.open_window(
-            with_update_key(state), inputs, num_batches=num_batches
-        )
+        state, loss = with_update_key(state), self.differentiated_loss
+        return loss.open_window(state, inputs, num_batches=num_batches)
 
     def collect(
         self, state: TrainState, inputs: StepInputs, *, fits_window: bool
     ) -> tuple[GradientWindow, Metrics, None]:
         """Add a batch to a window; see `BatchGradients.collect`. Nothing is carried on."""
-        return *self.differentiated_loss.collect(
-            with_update_key(state), inputs, fits_window=fits_window
-        ), None
+        state, loss = with_update_key(state), self.differentiated_loss
+        return *loss.collect(state, inputs, fits_window=fits_window), None
 
     def evaluate(self, state: TrainState, inputs: StepInputs) -> Metrics:
         """Return the metrics of a forward pass; see `BatchGradients.evaluate`."""
@@ -488,11 +486,9 @@ class Update:
         grads, specs = local_gradients.grads, self.param_specs
         if specs is not None:
             grads = constrain_layout(grads, specs)
-        return (
-            mean_gradients(grads, axes, order, specs, local_gradients.loss_weight)
-            if axes
-            else grads
-        )
+        if not axes:
+            return grads
+        return mean_gradients(grads, axes, order, specs, local_gradients.loss_weight)
 
     def gradient_weights(
         self, local_gradients: Gradients, axes: tuple[str, ...]
@@ -525,7 +521,7 @@ class Update:
         is_known = is_known and not holds_state(spec.unknown(state), "gradients")
         return inner_axes if is_known else ()
 
-    # The states of its parts, and their layout.
+    # States, and their layout.
 
     def init_exchange(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
         """Return the first local and shared state of `sync`, for stacked parameters."""

@@ -340,7 +340,7 @@ class UpdateWithTables(Update):
         read = read_rows(state.params.tables, carry.requests.asked)
         return carry._replace(vectors=send_rows(embeddings.layout(), read)), read
 
-    # What tables add to its parts.
+    # What tables add to other methods.
 
     def average_inner_axes(
         self, local_gradients: Gradients, axes: tuple[str, ...], order: ReadyOrder | None
@@ -421,7 +421,7 @@ class UpdateWithTables(Update):
         new, shared = super().exchange_params(state, shared, dense, count, phase, stacked)
         return new._replace(opt_state=WithTables(new.opt_state, tables_state)), shared
 
-    # The states of its parts, and their layout.
+    # States, and their layout.
 
     def loss_input_types(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Return the types of what the loss function receives; see `Update.loss_input_types`."""
