@@ -80,20 +80,20 @@ class Averaging(NamedTuple):
 class Weights(NamedTuple):
     """The weights of a replica in its update, and then in the exchange of parameters.
 
-    Both begin as the weight of its batch, and None means that all replicas are equal. An average of
-    gradients over some replica axes makes the replicas of each mean one, whose weights are the mean
-    of theirs. An average over all replicas belongs to all: each takes the update with weight 1,
-    also one whose batch was empty. In the exchange that one still counts nothing.
+    Both begin as the weight of its batch; None means that all replicas are equal. An average of
+    gradients over some of the replica axes gives the replicas that it joins the mean of their
+    weights. An average over all of them is the update of each, with weight 1, also of a replica
+    whose batch has weight 0. In the exchange such a replica still has weight 0: it follows.
 
     Attributes:
       exchange_weight: () weight in the exchange of parameters.
       update_weight: () weight in the update; a replica of weight 0 does not take it.
-      differ: whether the two may differ, since some updates average over all replicas.
+      may_differ: whether the two may differ, since some updates average over all replicas.
     """
 
     exchange_weight: jax.Array | None
     update_weight: jax.Array | None
-    differ: bool = False
+    may_differ: bool = False
 
     @classmethod
     def from_batch(cls, weight: jax.Array | None) -> Self:
@@ -106,7 +106,7 @@ class Weights(NamedTuple):
         Communication: one all-reduce of 4 bytes over the axes of each reduction that is due and
           leaves a replica axis out; else none.
         """
-        left, (exchange_weight, update_weight, differ) = {*averaging.replicas}, self
+        left, (exchange_weight, update_weight, may_differ) = {*averaging.replicas}, self
         for axes, due in averaging.reductions:
             left = left.difference(axes)
             if exchange_weight is None or update_weight is None:
@@ -114,18 +114,18 @@ class Weights(NamedTuple):
             if left:
                 reduction = averaging._replace(reductions=[ReducedAxes(axes, due)])
                 exchange_weight = update_weight = reduction.mean(exchange_weight, None)
-                differ = False
+                may_differ = False
             elif due is True:
-                update_weight, differ = None, True
+                update_weight, may_differ = None, True
             else:
                 update_weight = jnp.where(due, jnp.ones_like(update_weight), update_weight)
-                differ = True
-        return Weights(exchange_weight, update_weight, differ)
+                may_differ = True
+        return Weights(exchange_weight, update_weight, may_differ)
 
     @property
     def is_follower(self) -> jax.Array | None:
         """Whether it takes an update for which it has no weight, () bool; None: it does not."""
-        if self.exchange_weight is None or not self.differ:
+        if self.exchange_weight is None or not self.may_differ:
             return None
         idle = self.exchange_weight <= 0
         return idle if self.update_weight is None else idle & (self.update_weight > 0)
