@@ -160,6 +160,11 @@ class Evaluate:
     def __call__(self, result: StepResult) -> Mapping[str, Any]:
         """Return the evaluation of the consensus of the state after this step."""
         state = result.state
+        if not isinstance(state, TrainState):
+            raise ValueError(
+                f"Evaluate: needs the state of a step of js.make_train_step, got "
+                f"{type(state).__name__}: evaluate the step's `consensus(state)` in a hook."
+            )
         mean = functools.partial(
             consensus, mesh=self._mesh, axis_name=self._axis_name, whole=self._whole
         )
@@ -190,8 +195,9 @@ def train_loop(
     More on each argument: [docs/api/train.md](#details).
 
     Args:
-      step: a step of `js.make_train_step`, also wrapped by `js.reports.measured`; or a training
-        `js.TrainPipeline`, which has its own state and batches and continues from its position.
+      step: a step of `js.make_train_step`, also wrapped by `js.reports.measured`, or of
+        `js.with_exchange`; or a training `js.TrainPipeline`, which has its own state and batches
+        and continues from its position.
       state: the state to start from; its buffers are donated if the step donates.
       batches: one batch per step, or `accumulate` of them; or `js.train.uneven_batches(...)`.
       num_steps: the number of the last step, counted from a new state: one that has done k updates

@@ -438,8 +438,9 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         """Call the step, with `collect` its `collect`; for tables request the next batch's rows."""
         if self._ahead is None:
             step = self._step.collect if options.pop("collect", False) else self._step
-            weight = () if batch.weight is None else (batch.weight,)
-            return step(self.state, batch.batch, *weight, **options)
+            if batch.weight is not None:
+                options["weight"] = batch.weight
+            return step(self.state, batch.batch, **options)
         requested, requested_for = self._requested
         if requested_for is not batch.batch:
             requested = self._ahead.prime(self.state, batch.batch)

@@ -137,6 +137,19 @@ def test_a_replica_of_weight_0_keeps_its_state_and_follows_the_others(mesh, map_
     assert metrics["loss"][1] == 0
 
 
+def test_the_loop_gives_weights_and_an_evaluation_needs_a_state_with_parameters():
+    """The weights of a `js.train.WeightedBatch` are the step's `weight`, no further argument."""
+    mesh = MESHES["virtual"]()
+    step = js.with_exchange(stepped, SYNCS["local_sgd"](), mesh=mesh, **PARTS)
+    weighted = [js.train.WeightedBatch(*both) for both in zip(BATCHES, WEIGHTS, strict=True)]
+    *_, last = js.train_loop(step, step.init(start(PARAMS)), weighted)
+    end, _ = run(step, step.init(start(PARAMS)), weight=WEIGHTS)
+    jax.tree.map(np.testing.assert_array_equal, last.state, end)
+    hooks = [js.train.Evaluate(lambda params, _: params, mesh=mesh, every=1)]
+    with pytest.raises(ValueError, match=r"got ReplicaState.*`consensus\(state\)`"):
+        next(js.train_loop(step, step.init(start(PARAMS)), BATCHES, hooks=hooks))
+
+
 @pytest.mark.parametrize("mode", ["traced", "host"])
 @pytest.mark.parametrize("kind", [bool, np.bool_, jnp.asarray])
 def test_without_communication_replicas_train_independently(mode, kind):
