@@ -48,7 +48,7 @@ _MAX_NAMED = 8  # leaves that an error message lists
 
 
 @functools.lru_cache(maxsize=64)
-def addressable_shards(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+def addressable_shard_numbers(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return the shards of a dimension split over `axes` that devices of this process hold.
 
     Args:
@@ -90,15 +90,15 @@ def array_from_shards(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
     """Return an array over all processes, built from the shards that each process holds.
 
     Args:
-      x: NumPy or jax array (local shards * rows, ...): the rows of `addressable_shards`, one shard
-        after the other. Every shard has the same number of rows on every process. Processes that
-        hold the same shard must pass the same values.
+      x: NumPy or jax array (local shards * rows, ...): the rows of the shards that
+        `addressable_shard_numbers` names, one after the other. Every shard has the same number of
+        rows on every process. Processes that hold the same shard must pass the same values.
       mesh: mesh whose devices belong to several processes.
       axes: mesh axes over which the leading dimension is split.
 
     Communication: none.
     """
-    local_shards = addressable_shards(mesh, axes)
+    local_shards = addressable_shard_numbers(mesh, axes)
     rows = x.shape[0] // len(local_shards)
     whole = rows * _num_shards(mesh, axes)
     x = _sliceable(x)
@@ -489,7 +489,7 @@ class BatchPlacer:
     def _num_local_shards(self, x: Any, axes: tuple[str, ...]) -> int:
         """Return of how many shards `x` holds the rows: of all, or those of this process."""
         if self._host_batch == "local" and is_multi_process(self._mesh) and is_host_local(x):
-            return len(addressable_shards(self._mesh, axes))
+            return len(addressable_shard_numbers(self._mesh, axes))
         return _num_shards(self._mesh, axes)
 
     def _is_split(self, x: Any, axes: tuple[str, ...]) -> bool:
@@ -524,7 +524,7 @@ class BatchPlacer:
         num_shards = _num_shards(self._mesh, axes)
         size = f"{num_shards}, the size of axes {axes} together"
         if any(self._num_local_shards(x, axes) != num_shards for x in leaves):
-            num_local = len(addressable_shards(self._mesh, axes))
+            num_local = len(addressable_shard_numbers(self._mesh, axes))
             size = f'{num_local}, this process\' share of {size} (`host_batch`="local")'
         return (
             f"`batch`: the leading dimension of every leaf must be a positive multiple of {size}, "
@@ -599,7 +599,7 @@ class BatchPlacer:
     def _digests(self, batch: PyTree, axes: tuple[str, ...]) -> dict[str, str]:
         arrays = [x for x in jax.tree.leaves(batch) if is_host_local(x)]
         is_whole = self._host_batch == "global"
-        shards = ("whole",) if is_whole else addressable_shards(self._mesh, axes)
+        shards = ("whole",) if is_whole else addressable_shard_numbers(self._mesh, axes)
         split = [x for x in arrays if self._is_split(x, axes)]
         shared = [x for x in arrays if not self._is_split(x, axes)]
 

@@ -16,7 +16,7 @@ from .._support.coordinator import NoNoteError, delete_notes, gather_notes
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, axis_names, replica_count
 from ..tree import leaf_names
-from ._batches import addressable_shards, array_from_shards
+from ._batches import addressable_shard_numbers, array_from_shards
 from ._process_comparison import is_multi_process, new_topic, process_indices
 
 OnExhausted = Literal["follow", "raise"]
@@ -83,7 +83,7 @@ def uneven_batches(
     check_choice("on_exhausted", on_exhausted, OnExhausted, _OWNER)
     replica_count(_OWNER, mesh, axis_name)
     axes = axis_names(axis_name)
-    local_replicas = addressable_shards(mesh, axes)
+    local_replicas = addressable_shard_numbers(mesh, axes)
     if len(shares) != len(local_replicas):
         raise ValueError(
             f"{_OWNER}: `shares` must be {len(local_replicas)}, one for each replica of this "
@@ -133,7 +133,7 @@ def _weighted_batches(
     gather: _Gather | None,
     on_exhausted: str,
 ) -> Iterator[WeightedBatch]:
-    local_replicas = addressable_shards(mesh, axes)
+    local_replicas = addressable_shard_numbers(mesh, axes)
     last: list[PyTree | None] = [None] * len(iterators)
     reference: list[str] = []
     while True:

@@ -25,7 +25,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo._support.coordinator import write_note, wait_for_note
-from jaxslowmo.train import addressable_shards
+from jaxslowmo.train import addressable_shard_numbers
 
 devices = sorted(jax.devices(), key=lambda d: d.id)
 rng = np.random.default_rng(0)
@@ -55,7 +55,8 @@ local = jax.make_mesh((2,), ("local",), devices=jax.local_devices())  # with an 
 here_split = lambda x: jax.device_put(x, NamedSharding(local, P("local")))
 
 def compare(name, mesh, axes, spec=None, weighted=False, globally=False):
-    own, here = addressable_shards(mesh, axes), list(addressable_shards(mesh, ("replica",)))
+    own = addressable_shard_numbers(mesh, axes)
+    here = list(addressable_shard_numbers(mesh, ("replica",)))
     count = math.prod(mesh.shape[a] for a in axes)
     mine = lambda x: np.concatenate([np.split(x, count)[i] for i in own])
     weight = WEIGHT if weighted else None
@@ -454,7 +455,7 @@ model = jax.sharding.Mesh(grid([0, 2], [1, 3]), ("replica", "model"))
 for i, (sync, mode) in enumerate(itertools.product(SYNCS, ("traced", "host"))):
     scans = i in (1, 2)
     weight = WEIGHTS if mode == "traced" else None
-    own = list(addressable_shards(four, ("replica",)))
+    own = list(addressable_shard_numbers(four, ("replica",)))
     mine = np.concatenate([ROWS[:, 2 * r : 2 * r + 2] for r in own], 1)
     part = None if weight is None else weight[own]
     wanted = trained(js.virtual_mesh({"replica": 4}), sync, mode, weight=weight)

@@ -44,12 +44,11 @@ class GradientWindow(NamedTuple):
       model_state: model state after the last batch, leaves (devices, ...).
       count: (replicas,) int32, batches so far; equal on all replicas.
       rows: dict by table of row numbers (devices, k) and weighted gradients (devices, k, *s) of the
-        rows that a device holds. First come those in the room with which the window was opened, one
-        batch of equal shapes after the other, then those of batches without room; {} without
-        tables.
+        rows that a device holds. First come those for which the window was opened, one batch of
+        equal shapes after the other, then those with which it grew; {} without tables.
       refused: (replicas,) int32, ids so far that are in no table, or have no slot; if it is not 0
         the update will be skipped. None without tables.
-      num_placed: (replicas,) int32, batches in the room; None without tables.
+      num_placed: (replicas,) int32, batches with which it did not grow; None without tables.
     """
 
     grads: WeightedSum
@@ -200,7 +199,7 @@ class BatchGradients:
     ) -> GradientWindow:
         """Return an empty window for an update whose first batch this is.
 
-        With tables the window has room for the rows of `num_batches` batches of the same shapes.
+        With tables the window can hold the rows of `num_batches` batches of the same shapes.
 
         Communication: with `model_state="broadcast"` that of `from_first_replica`.
         """

@@ -276,7 +276,7 @@ class UpdateWithTables(Update):
     def open_window(
         self, state: TrainState, inputs: StepInputs, *, num_batches: int
     ) -> GradientWindow:
-        """Return an empty window with room for the rows of so many batches."""
+        """Return an empty window that can hold the rows of so many batches."""
         inputs = self._request_rows(state, inputs)
         return super().open_window(dense_state(state), inputs, num_batches=num_batches)
 
