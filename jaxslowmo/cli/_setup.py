@@ -263,10 +263,8 @@ class Text(Iterator[np.ndarray]):
         split = split_corpus(corpus, sizes["replica"])
         options: Any = {"batch_size": config.data.batch, "window": context + 1}
         TextBatches(split.shares, seed=0, **options)  # raises unless every share holds a batch
-        self._options, self._replicas = (
-            options,
-            addressable_shard_numbers(mesh, mesh.axis_names[:1]),
-        )
+        self._options = options
+        self._replicas = addressable_shard_numbers(mesh, mesh.axis_names[:1])
         # Copies, so that the text of other replicas can be freed.
         self._shares = [split.shares[replica].copy() for replica in self._replicas]
         self.validation = validation_batches(
