@@ -200,9 +200,8 @@ def train_loop(
         and continues from its position.
       state: the state to start from; its buffers are donated if the step donates.
       batches: one batch per step, or `accumulate` of them; or `js.train.uneven_batches(...)`.
-      num_steps: the number of the last step, counted from a new state: one that has done k updates
-        runs `num_steps` - k more. None continues until `batches` ends. A state that is not a
-        step's own counts as new.
+      num_steps: the number of the last step: a state that counts k updates runs `num_steps` - k
+        more, and that of a step of your own all. None continues until `batches` ends.
       hooks: each is called in order with the `StepResult` when its `every` is due. A dict that it
         returns is merged into `reports`, so later hooks see it.
       prefetch: number of batches that a thread loads and places on the devices ahead of their steps

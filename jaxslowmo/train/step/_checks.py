@@ -79,17 +79,17 @@ def split_chain(
     count = gradient_parts(transforms)
     first, last = transforms[:count], transforms[count:]
     reduces = any(spec_of(tx).axes for tx in first)
-    pairs = (("gradients", gradients, reduces), ("sync", sync, moving))
-    for name, argument, is_in_chain in pairs:
+    for name, argument, is_in_chain in (
+        ("gradients", gradients, reduces),
+        ("sync", sync, moving),
+    ):
         if argument is not None and is_in_chain:
             raise ValueError(f"`{name}` must not be given beside a js.chain `optimizer` with one.")
     if gradients is not None:
         first = [gradients, *first]
-    return (
-        _chain_transforms(first) if first else None,
-        _chain_transforms(last),
-        moving[0] if moving else sync,
-    )
+    if moving:
+        (sync,) = moving
+    return _chain_transforms(first) if first else None, _chain_transforms(last), sync
 
 
 def _chain_transforms(transforms: list[Any]) -> optax.GradientTransformation:
