@@ -27,7 +27,7 @@ from jaxslowmo.models import (
     init_gpt,
 )
 from jaxslowmo.topology import Mixing, make_graph, self_weighted, uniform_mixing
-from jaxslowmo.train import own_parts
+from jaxslowmo.train import addressable_shard_numbers
 from jaxslowmo.tree import leaf_names
 
 from .._support.checks import ArgumentError
@@ -263,7 +263,8 @@ class Text(Iterator[np.ndarray]):
         split = split_corpus(corpus, sizes["replica"])
         options: Any = {"batch_size": config.data.batch, "window": context + 1}
         TextBatches(split.shares, seed=0, **options)  # raises unless every share holds a batch
-        self._options, self._replicas = options, own_parts(mesh, mesh.axis_names[:1])
+        self._options = options
+        self._replicas = addressable_shard_numbers(mesh, mesh.axis_names[:1])
         # Copies, so that the text of other replicas can be freed.
         self._shares = [split.shares[replica].copy() for replica in self._replicas]
         self.validation = validation_batches(
@@ -284,7 +285,7 @@ class Text(Iterator[np.ndarray]):
         devices = math.prod(mesh.shape[name] for name in axes[1:])
         begins = [
             self._replicas.index(part // devices) * devices + part % devices
-            for part in own_parts(mesh, axes)
+            for part in addressable_shard_numbers(mesh, axes)
         ]
         batch = config.data.batch
         rows = np.arange(batch * len(self._replicas)).reshape(-1, batch // devices)

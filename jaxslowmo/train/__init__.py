@@ -1,6 +1,6 @@
 """Training with the transforms of this library: state, step, loop and hooks."""
 
-from ._batches import own_parts
+from ._batches import addressable_shard_numbers
 from ._loop import Evaluate, Hook, Log, host_mean, train_loop
 from ._train_pipeline import InputPipelineReport, InputStageTimes, StepResult, TrainPipeline
 from ._train_state import ReplicaState, TrainState, set_hyperparams, update_count

@@ -6,13 +6,11 @@ that all examples share are whole. Each process may give its part of a batch or 
 """
 
 import functools
-import json
 import math
 import weakref
-import zlib
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, TypeGuard
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +19,6 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .._support.checks import warn_user
-from .._support.coordinator import NoNoteError, delete_notes, wait_for_note, write_note
 from .._support.types import AxisName, PyTree
 from ..embedding import Embeddings
 from ..mesh import (
@@ -40,71 +36,38 @@ from ..mesh import (
     placement,
 )
 from ..tree import leaf_names
+from ._process_comparison import Comparisons, Verdict, is_multi_process
 
 HostBatch = Literal["local", "global"]
 
-# How long to wait for what another process gives at the first step. It may be late for a good
-# reason, and the exchanges of the step wait for it anyway.
-PATIENCE_SECONDS = 120.0
-# How long at a later step with a batch of another shape. If that process went on with a shape that
-# it gave before, the network of its exchange gives up (gloo after 30 s), and the reason must have
-# been told before that.
-HINT_SECONDS = 15.0
 _MAX_DIFFERENCES = 3
 _MAX_NAMED = 8  # leaves that an error message lists
 
 
-# Parts and processes of a mesh.
+# Shards of a dimension.
 
 
 @functools.lru_cache(maxsize=64)
-def own_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the parts of a dimension split over `axes` that devices of this process hold.
+def addressable_shard_numbers(mesh: AnyMesh, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the shards of a dimension split over `axes` that devices of this process hold.
 
     Args:
       mesh: mesh of one process or of several.
       axes: names of mesh axes, outermost first.
 
     Returns:
-      Part numbers in 0 .. number of parts - 1, ascending. They need not be consecutive. Where
-      devices differ along another axis, several processes hold the same part.
+      Shard numbers in 0 .. number of shards - 1, ascending. They need not be consecutive. Where
+      devices differ along another axis, several processes hold the same shard.
 
     Communication: none.
     """
-    count = _num_parts(mesh, axes)
-    held = placement(mesh, P(axes)).addressable_devices_indices_map((count,)).values()
-    return tuple(sorted({part for index in held if index for part in range(count)[index[0]]}))
+    count = _num_shards(mesh, axes)
+    indices = placement(mesh, P(axes)).addressable_devices_indices_map((count,)).values()
+    return tuple(sorted({shard for index in indices if index for shard in range(count)[index[0]]}))
 
 
-def _num_parts(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
+def _num_shards(mesh: AnyMesh, axes: tuple[str, ...]) -> int:
     return math.prod(mesh.shape[name] for name in axes)
-
-
-def is_multi_process(mesh: AnyMesh) -> TypeGuard[Mesh]:
-    """Return whether devices of several processes form the mesh."""
-    return mesh.is_multi_process
-
-
-def process_indices(mesh: Mesh) -> list[int]:
-    """Return the indices of the processes whose devices form the mesh, ascending."""
-    return sorted({device.process_index for device in mesh.devices.flat})
-
-
-_num_topics: Counter[str] = Counter()
-
-
-def new_topic(kind: str, mesh: Mesh) -> str:
-    """Return a new key prefix for messages about one object between the processes of a mesh.
-
-    All processes must create such objects in the same order.
-
-    Args:
-      kind: kind of the object, such as "batch".
-      mesh: mesh whose devices belong to several processes.
-    """
-    name = f"jaxslowmo/{kind}/{zlib.crc32(repr(process_indices(mesh)).encode()):08x}"
-    _num_topics[name] += 1
-    return f"{name}/{_num_topics[name]}"
 
 
 # Arrays.
@@ -123,25 +86,25 @@ def as_arrays(batch: PyTree) -> PyTree:
     return jax.tree.map(as_array, batch)
 
 
-def array_from_parts(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
-    """Return an array over all processes, built from the parts that each process holds.
+def array_from_shards(x: Any, mesh: Mesh, axes: tuple[str, ...]) -> jax.Array:
+    """Return an array over all processes, built from the shards that each process holds.
 
     Args:
-      x: NumPy or jax array (local parts * rows, ...): the rows of `own_parts`, one part after the
-        other. Every part has the same number of rows on every process. Processes that hold the
-        same part must pass the same values.
+      x: NumPy or jax array (local shards * rows, ...): the rows of the shards that
+        `addressable_shard_numbers` names, one after the other. Every shard has the same number of
+        rows on every process. Processes that hold the same shard must pass the same values.
       mesh: mesh whose devices belong to several processes.
       axes: mesh axes over which the leading dimension is split.
 
     Communication: none.
     """
-    local_parts = own_parts(mesh, axes)
-    rows = x.shape[0] // len(local_parts)
-    whole = rows * _num_parts(mesh, axes)
+    local_shards = addressable_shard_numbers(mesh, axes)
+    rows = x.shape[0] // len(local_shards)
+    whole = rows * _num_shards(mesh, axes)
     x = _sliceable(x)
 
     def local_rows(index: Any) -> Any:
-        begin = rows * local_parts.index(index[0].indices(whole)[0] // rows)
+        begin = rows * local_shards.index(index[0].indices(whole)[0] // rows)
         return x[begin : begin + rows]
 
     shape = (whole, *x.shape[1:])
@@ -171,9 +134,9 @@ def local_sum(count: Any) -> int:
     """
     if isinstance(count, Tracer):
         return 0
-    # Devices of one replica hold the same part.
-    parts = {str(shard.index): shard.data for shard in count.addressable_shards}
-    return sum(int(np.sum(jax.device_get(part))) for part in parts.values())
+    # Devices of one replica hold the same shard.
+    shards = {str(shard.index): shard.data for shard in count.addressable_shards}
+    return sum(int(np.sum(jax.device_get(shard))) for shard in shards.values())
 
 
 # What is wrong with a batch.
@@ -353,28 +316,31 @@ class BatchPlacer:
         """
         if weight is not None or self._tables is not None:
             return self._check_and_place(batch, weight, axes, check_ids=check_ids)
-        kind, placed = self._place_known_kind(batch, axes)
-        if placed is None:
-            placed, _ = self._check_and_place(batch, None, axes, check_ids=check_ids)
-            self._remember_kind(kind, batch, placed)
+        kind = self._batch_kind(batch, axes)
+        if kind in self._known_kinds:
+            return self._move_leaves(batch, self._known_kinds[kind]), None
+        placed, _ = self._check_and_place(batch, None, axes, check_ids=check_ids)
+        self._remember_kind(kind, batch, placed)
         return placed, None
 
-    def _place_known_kind(self, batch: PyTree, how: Any) -> tuple[Any, PyTree | None]:
-        """Return the kind of a batch that is placed like `how`, and it placed if that is known.
+    def _batch_kind(self, batch: PyTree, how: Any) -> Any:
+        """Return the kind of a batch that is placed like `how`; each kind is checked once.
 
-        Each kind is checked once; its leaves then only move. None is no kind: with several
-        processes each host array is looked at.
+        None is no kind: with several processes each host array is looked at.
         """
         leaves, treedef = jax.tree.flatten(batch)
         types = tuple(map(self._leaf_type, leaves))
-        kind = None if None in types else (how, treedef, types)
-        targets = self._known_kinds.get(kind)
+        return None if None in types else (how, treedef, types)
+
+    def _move_leaves(self, batch: PyTree, targets: dict[int, Any]) -> PyTree:
+        """Return the batch with those leaves moved whose numbers have a target."""
         if not targets:
-            return kind, None if targets is None else batch
+            return batch
+        leaves, treedef = jax.tree.flatten(batch)
         moved = jax.device_put([leaves[i] for i in targets], [*targets.values()])
         for i, x in zip(targets, moved, strict=True):
             leaves[i] = x
-        return kind, treedef.unflatten(leaves)
+        return treedef.unflatten(leaves)
 
     def _remember_kind(self, kind: Any, batch: PyTree, placed: PyTree) -> None:
         """Remember which leaves of a right kind of batches move, and where to."""
@@ -400,7 +366,7 @@ class BatchPlacer:
         host, is_checked = [x for x in jax.tree.leaves(batch) if isinstance(x, np.ndarray)], False
         if host:
             bags = self._tables.bags_of(batch)
-            self._tables.check(bags, num_parts=self._num_parts(host[0], axes))
+            self._tables.check(bags, num_parts=self._num_local_shards(host[0], axes))
             # `inputs` may make some ids on devices, from arrays of the host.
             is_checked = all(isinstance(x.ids, np.ndarray) for x in bags.values())
         placed, weight = self.place(batch, weight, axes)
@@ -446,11 +412,12 @@ class BatchPlacer:
 
         Communication: as of `check_and_place` for each batch of the host with several processes.
         """
-        kind, placed = self._place_known_kind(batches, ("several", axes))
-        if placed is not None:
+        kind = self._batch_kind(batches, ("several", axes))
+        if kind in self._known_kinds:
+            placed = self._move_leaves(batches, self._known_kinds[kind])
             length = jax.tree.leaves(placed)[0].shape[0]
             return placed, self._place_weight(weight), length
-        given, batches = batches, as_arrays(batches)
+        unplaced, batches = batches, as_arrays(batches)
         counts = {x.shape[:1] for x in jax.tree.leaves(batches)}
         if len(counts) != 1 or counts & {(), (0,)}:
             raise ValueError(
@@ -459,11 +426,11 @@ class BatchPlacer:
             )
         ((length,),) = counts
         if is_multi_process(self._mesh) and any(map(is_host_local, jax.tree.leaves(batches))):
-            parts = [
+            each_placed = [
                 self.check_and_place(jax.tree.map(lambda x, i=i: x[i], batches), None, axes)[0]
                 for i in range(length)
             ]
-            return stack(parts), self._place_weight(weight), length
+            return stack(each_placed), self._place_weight(weight), length
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batches)
         if problem := self._problem(one, axes):
             shapes = ", ".join(str(x.shape) for x in jax.tree.leaves(batches)[:_MAX_NAMED])
@@ -477,16 +444,16 @@ class BatchPlacer:
             return _ensure_sharding(x, placement(self._mesh, spec))
 
         placed = jax.tree.map(place, batches, one)
-        self._remember_kind(kind, given, placed)
+        self._remember_kind(kind, unplaced, placed)
         return placed, self._place_weight(weight), length
 
-    def shard_types(self, batch: PyTree, axes: tuple[str, ...], num_parts: int = 1) -> PyTree:
+    def shard_types(self, batch: PyTree, axes: tuple[str, ...], num_shards: int = 1) -> PyTree:
         """Return the shapes and dtypes of one device's part of a batch of arrays, or of more."""
 
         def shard_type(x: Any) -> jax.ShapeDtypeStruct:
             shape = x.shape
             if self._is_split(x, axes):
-                shape = (shape[0] // self._num_parts(x, axes) * num_parts, *shape[1:])
+                shape = (shape[0] // self._num_local_shards(x, axes) * num_shards, *shape[1:])
             return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
 
         return jax.tree.map(shard_type, batch)
@@ -519,16 +486,16 @@ class BatchPlacer:
             if was_checked or (of_host and isinstance(leaf, np.ndarray)):
                 self._checked[id(placed_leaf)] = placed_leaf
 
-    def _num_parts(self, x: Any, axes: tuple[str, ...]) -> int:
-        """Return how many parts `x` holds the rows of: all parts, or those of this process."""
+    def _num_local_shards(self, x: Any, axes: tuple[str, ...]) -> int:
+        """Return of how many shards `x` holds the rows: of all, or those of this process."""
         if self._host_batch == "local" and is_multi_process(self._mesh) and is_host_local(x):
-            return len(own_parts(self._mesh, axes))
-        return _num_parts(self._mesh, axes)
+            return len(addressable_shard_numbers(self._mesh, axes))
+        return _num_shards(self._mesh, axes)
 
     def _is_split(self, x: Any, axes: tuple[str, ...]) -> bool:
         """Return whether a leaf can be split over `axes`; in an even batch others are shared."""
-        shape, parts = np.shape(x), self._num_parts(x, axes)
-        return bool(shape) and shape[0] > 0 and parts > 0 and shape[0] % parts == 0
+        shape, count = np.shape(x), self._num_local_shards(x, axes)
+        return bool(shape) and shape[0] > 0 and count > 0 and shape[0] % count == 0
 
     def _problem(self, batch: PyTree, axes: tuple[str, ...]) -> str | None:
         """Return why a batch of arrays cannot be split over `axes`; None if it can."""
@@ -554,10 +521,10 @@ class BatchPlacer:
         more = f" and {len(wrong) - _MAX_NAMED} more" if len(wrong) > _MAX_NAMED else ""
         if any(in_lists):
             more += "; lists of numbers are not arrays, np.asarray makes one"
-        every = _num_parts(self._mesh, axes)
-        size = f"{every}, the size of axes {axes} together"
-        if any(self._num_parts(x, axes) != every for x in leaves):
-            num_local = len(own_parts(self._mesh, axes))
+        num_shards = _num_shards(self._mesh, axes)
+        size = f"{num_shards}, the size of axes {axes} together"
+        if any(self._num_local_shards(x, axes) != num_shards for x in leaves):
+            num_local = len(addressable_shard_numbers(self._mesh, axes))
             size = f'{num_local}, this process\' share of {size} (`host_batch`="local")'
         return (
             f"`batch`: the leading dimension of every leaf must be a positive multiple of {size}, "
@@ -573,11 +540,11 @@ class BatchPlacer:
             raise ValueError(f"`weight` must hold one number per replica, got {weight!r}.")
         if isinstance(array, np.ndarray):
             array = array.astype(np.float32)
-        held, replicas = self._num_parts(array, axes), _num_parts(self._mesh, axes)
-        if array.shape != (held,):
-            whose = "" if held == replicas else f" of this process, {held} of {replicas}"
+        count, replicas = self._num_local_shards(array, axes), _num_shards(self._mesh, axes)
+        if array.shape != (count,):
+            whose = "" if count == replicas else f" of this process, {count} of {replicas}"
             raise ValueError(
-                f"`weight` must have shape ({held},), one number per replica{whose}, got "
+                f"`weight` must have shape ({count},), one number per replica{whose}, got "
                 f"{array.shape}."
             )
         if isinstance(array, np.ndarray) and not np.all((array >= 0) & np.isfinite(array)):
@@ -597,7 +564,7 @@ class BatchPlacer:
         if not mesh.is_multi_process or not is_host_local(x):
             return _ensure_sharding(x, target)
         if self._host_batch == "local" and axes:
-            return array_from_parts(x, mesh, axes)
+            return array_from_shards(x, mesh, axes)
         x = _sliceable(x)
         return array_from_host(x.shape, target, x.__getitem__)
 
@@ -616,31 +583,33 @@ class BatchPlacer:
             self._make_note(batch, axes, with_values=is_first),
             mesh,
             judge=lambda notes: compare_notes({i: Note(*x) for i, x in notes.items()}),
-            late=f"`batch`: in step {self._num_calls} {{who}} what it gives, so batches were not "
-            "compared. If its shape is another one, this step's exchange hangs or fails: pad or "
-            "drop the last batch, or see js.train.uneven_batches.",
+            timeout_message=f"`batch`: in step {self._num_calls} {{who}} what it gives, so batches "
+            "were not compared. If its shape is another one, this step's exchange hangs or fails: "
+            "pad or drop the last batch, or see js.train.uneven_batches.",
         )
 
     def _make_note(self, batch: PyTree, axes: tuple[str, ...], *, with_values: bool) -> "Note":
         problem = self._problem(batch, axes)
         if problem:
             return Note(self._num_calls, problem, {}, {})
-        whole = self.shard_types(batch, axes, _num_parts(self._mesh, axes))
+        whole = self.shard_types(batch, axes, _num_shards(self._mesh, axes))
         digests = self._digests(batch, axes) if with_values else {}
         return Note(self._num_calls, None, describe(whole), digests)
 
     def _digests(self, batch: PyTree, axes: tuple[str, ...]) -> dict[str, str]:
         arrays = [x for x in jax.tree.leaves(batch) if is_host_local(x)]
         is_whole = self._host_batch == "global"
-        parts = ("whole",) if is_whole else own_parts(self._mesh, axes)
+        shards = ("whole",) if is_whole else addressable_shard_numbers(self._mesh, axes)
         split = [x for x in arrays if self._is_split(x, axes)]
         shared = [x for x in arrays if not self._is_split(x, axes)]
 
         def rows(x: Any, i: int) -> Any:
-            size = x.shape[0] // len(parts)
+            size = x.shape[0] // len(shards)
             return x[i * size : (i + 1) * size]
 
-        digests = {str(part): digest([rows(x, i) for x in split]) for i, part in enumerate(parts)}
+        digests = {
+            str(shard): digest([rows(x, i) for x in split]) for i, shard in enumerate(shards)
+        }
         return digests | ({"shared": digest(shared)} if shared else {})
 
 
@@ -654,7 +623,7 @@ class Note(NamedTuple):
       call: number of the call with a batch in host arrays, from 1.
       problem: error message if the batch of this process is wrong by itself, else None.
       leaves: names, shapes and dtypes of the whole batch, as this process infers it.
-      digests: at the first step only, checksums of the data: of each part, by its number, and of
+      digests: at the first step only, checksums of the data: of each shard, by its number, and of
         what all examples share, "shared"; or "whole" if each process gives the whole batch.
     """
 
@@ -664,75 +633,12 @@ class Note(NamedTuple):
     digests: dict[str, str]
 
 
-class Verdict(NamedTuple):
-    """The result of a comparison, the same for all processes; at most one text is set."""
-
-    error: str | None = None
-    warning: str | None = None
-
-
-class Comparisons:
-    """The comparisons of one kind of notes between processes, which all make in one order.
-
-    Args:
-      kind: kind of the notes, such as "batch".
-    """
-
-    def __init__(self, kind: str) -> None:
-        self._kind, self._count = kind, 0
-        self._topic: str | None = None
-
-    def compare(
-        self, note: Any, mesh: Mesh, judge: Callable[[dict[int, Any]], "Verdict"], late: str
-    ) -> None:
-        """Compare the notes of all processes of a mesh; raise or warn the same on each of them.
-
-        The first process of the mesh compares the notes, and tells the others the verdict.
-
-        Args:
-          note: the note of this process, of what JSON holds.
-          mesh: mesh whose devices belong to several processes.
-          judge: `judge(notes)`, called on the first process with the notes by process.
-          late: warning if a process did not report in time, in which "{who}" says that.
-
-        Raises:
-          ValueError: the error of the verdict.
-
-        Communication: one message of each process to the coordinator, and one back.
-        """
-        self._count += 1
-        self._topic = self._topic or new_topic(self._kind, mesh)
-        key = f"{self._topic}/{self._count}"
-        seconds = PATIENCE_SECONDS if self._count == 1 else HINT_SECONDS
-        process, *others = process_indices(mesh)
-        decides = process == jax.process_index()
-        try:
-            if decides:
-                notes = {process: note}
-                for process in others:
-                    notes[process] = json.loads(wait_for_note(f"{key}/notes/{process}", seconds))
-                verdict = judge(notes)
-            else:
-                write_note(f"{key}/notes/{jax.process_index()}", json.dumps(note))
-                verdict = Verdict(*json.loads(wait_for_note(f"{key}/verdict", seconds)))
-        except NoNoteError:
-            who = f"process {process} did not report within {seconds:g} s"
-            verdict = Verdict(warning=late.replace("{who}", who))
-        if decides:
-            write_note(f"{key}/verdict", json.dumps(verdict))
-            delete_notes(f"{key}/notes")
-        if verdict.error:
-            raise ValueError(verdict.error)
-        if verdict.warning:
-            warn_user(verdict.warning)
-
-
-# What processes must give alike, by the name of its digest; all others are parts.
+# What processes must give alike, by the name of its digest; all others are shards.
 _ALIKE = {
     "shared": "a leaf that all examples share, without a dimension or with a leading one of 1",
     "whole": 'the whole batch, which `host_batch`="global" takes from every process',
 }
-_SAME_PART = "the same part of the batch, over whose axes their devices do not differ"
+_SAME_SHARD = "the same part of the batch, over whose axes their devices do not differ"
 
 
 def compare_notes(notes: Mapping[int, Note]) -> Verdict:
@@ -755,18 +661,18 @@ def compare_notes(notes: Mapping[int, Note]) -> Verdict:
             f"{'; '.join(differs[:_MAX_DIFFERENCES])}{f'; and {more} more' if more > 0 else ''}. "
             "Pad or drop the last batch, or see js.train.uneven_batches."
         )
-    givers: dict[str, dict[str, list[int]]] = {}  # processes, by the part and its digest
+    givers: dict[str, dict[str, list[int]]] = {}  # processes, by the shard and its digest
     by_data: dict[tuple[str, ...], list[int]] = {}
     for process, note in notes.items():
-        for part, value in note.digests.items():
-            givers.setdefault(part, {}).setdefault(value, []).append(process)
+        for shard, value in note.digests.items():
+            givers.setdefault(shard, {}).setdefault(value, []).append(process)
         by_data.setdefault(tuple(note.digests.values()), []).append(process)
-    for part, by_value in givers.items():
+    for shard, by_value in givers.items():
         if len(by_value) > 1:
             one, other, *_ = (processes[0] for processes in by_value.values())
             return Verdict(
                 f"`batch`: processes {one} and {other} give different data for "
-                f"{_ALIKE.get(part, _SAME_PART)}."
+                f"{_ALIKE.get(shard, _SAME_SHARD)}."
             )
     for values, which in by_data.items():
         if values and len({tuple(notes[process].digests) for process in which}) > 1:

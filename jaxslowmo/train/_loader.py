@@ -166,7 +166,7 @@ class Loader:
         self._is_ahead, self._timeout = is_ahead, timeout
         self._changed = threading.Condition()
         self._items: deque[Batch | BaseException] = deque()
-        self._room = 0
+        self._quota = 0  # batches that may be loaded and not taken
         self._is_loading = self._is_closed = False  # loading: the end of `source` was not reached
         self._thread: threading.Thread | None = None
 
@@ -195,7 +195,7 @@ class Loader:
         if not self._is_ahead:
             return
         with self._changed:
-            self._room = count
+            self._quota = count
             self._changed.notify_all()
 
     def take(self, *, wait: bool) -> Batch | BaseException | None:
@@ -219,7 +219,7 @@ class Loader:
                 )
             if not self._items:
                 return None
-            self._room -= 1  # the caller counts the batches that it has taken
+            self._quota -= 1  # the caller counts the batches that it has taken
             return self._items.popleft()
 
     def close(self, *, wait: bool = True) -> None:
@@ -236,7 +236,7 @@ class Loader:
         goes_on = True
         while goes_on:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_closed or len(self._items) < self._room)
+                self._changed.wait_for(lambda: self._is_closed or len(self._items) < self._quota)
             goes_on = not self._is_closed and self._load()
 
     def _next_item(self) -> Batch | BaseException | None:

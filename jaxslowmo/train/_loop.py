@@ -20,7 +20,7 @@ from ._train_pipeline import (
     ScanPipeline,
     StepResult,
     TrainPipeline,
-    check_accumulation,
+    checked_accumulation,
 )
 from ._train_state import TrainState, update_count
 from .step import mean_metrics, metric_weight, weighted_metrics
@@ -200,9 +200,8 @@ def train_loop(
         and continues from its position.
       state: the state to start from; its buffers are donated if the step donates.
       batches: one batch per step, or `accumulate` of them; or `js.train.uneven_batches(...)`.
-      num_steps: the number of the last step; None continues until `batches` ends. Numbers go on
-        from the state's own count of updates, also in a resumed run; from 0 for a state of neither
-        kind of step.
+      num_steps: the number of the last step: a state that counts k updates runs `num_steps` - k
+        more, and that of a step of your own all. None continues until `batches` ends.
       hooks: each is called in order with the `StepResult` when its `every` is due. A dict that it
         returns is merged into `reports`, so later hooks see it.
       prefetch: number of batches that a thread loads and places on the devices ahead of their steps
@@ -233,7 +232,7 @@ def train_loop(
       for result in js.train_loop(step, state, batches, num_steps=100): ...
     """
     end = None if num_steps is None else checked_int("`num_steps` counts steps and", num_steps, 0)
-    check_accumulation(accumulate, partial)
+    checked_accumulation(accumulate, partial)
     per_call = checked_int("`steps_per_call` counts updates and", steps_per_call, 1)
     hooks = tuple(hooks)
     for hook in hooks:
@@ -327,14 +326,14 @@ def _run(
             state = result.state
             for hook, is_due in zip(hooks, schedules, strict=True):
                 if is_due(done):
-                    result.reports.update(_check_report(hook, hook(result)))
+                    result.reports.update(_checked_report(hook, hook(result)))
             if result.state is not state:
                 results.state = result.state
             yield result
         results.refuse_ids()
 
 
-def _check_report(hook: Hook, report: Any) -> Mapping[str, Any]:
+def _checked_report(hook: Hook, report: Any) -> Mapping[str, Any]:
     """Return what a hook reports; {} for None."""
     if report is None or isinstance(report, Mapping):
         return report or {}

@@ -31,8 +31,8 @@ class StepResult:
     """The result of one step.
 
     Attributes:
-      step: number of updates so far, this one included: the state's own count, unless `start` of
-        `js.train_loop` says otherwise.
+      step: number of updates so far, this one included: the count of the first state, plus one for
+        each update since.
       state: state after the step. The next step donates its buffers, so read it before that.
       metrics: arrays on the devices, stacked per replica; reading them waits for the step. With
         `steps_per_call` of `js.train_loop` those of all its updates, along a first dimension.
@@ -191,7 +191,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         room: float = 0.25,
     ) -> None:
         self._depth = checked_int("`depth` counts batches and", depth, 0)
-        self._accumulate = check_accumulation(accumulate, partial)
+        self._accumulate = checked_accumulation(accumulate, partial)
         self._drain, self._partial = drain, partial
         is_positive = (as_number(timeout) or 0) > 0
         if timeout is not None and not (is_positive and depth > 0):
@@ -549,7 +549,7 @@ def _state_reader(state: Any) -> Callable[[], Any] | None:
     return state if is_function else None
 
 
-def check_accumulation(accumulate: Any, partial: Any) -> int:
+def checked_accumulation(accumulate: Any, partial: Any) -> int:
     """Return the number of batches per update; raise `ValueError` if it or `partial` is wrong."""
     check_choice("partial", partial, Partial)
     return checked_int("`accumulate` counts batches per update and", accumulate, 1)

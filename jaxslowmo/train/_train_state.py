@@ -124,9 +124,9 @@ def warn_of_rbg(model_state: PyTree, mesh: AnyMesh) -> None:
         return
     keys = [x for x in jax.tree.leaves(model_state) if _is_key(x)]
     impls = {str(jax.random.key_impl(x)) for x in keys} | {default_generator()}
-    if found := sorted(impls - {"threefry2x32"}):
+    if others := sorted(impls - {"threefry2x32"}):
         _warn_once(
-            f"jax's generator {found[0]!r} draws other numbers on a virtual mesh than on devices, "
+            f"jax's generator {others[0]!r} draws other numbers on a virtual mesh than on devices, "
             'so dropout differs; "threefry2x32", jax\'s default, draws the same.'
         )
 

@@ -16,7 +16,8 @@ from .._support.coordinator import NoNoteError, delete_notes, gather_notes
 from .._support.types import AxisName, PyTree
 from ..mesh import AnyMesh, axis_names, replica_count
 from ..tree import leaf_names
-from ._batches import array_from_parts, is_multi_process, new_topic, own_parts, process_indices
+from ._batches import addressable_shard_numbers, array_from_shards
+from ._process_comparison import is_multi_process, new_topic, process_indices
 
 OnExhausted = Literal["follow", "raise"]
 _OWNER = "uneven_batches"
@@ -82,7 +83,7 @@ def uneven_batches(
     check_choice("on_exhausted", on_exhausted, OnExhausted, _OWNER)
     replica_count(_OWNER, mesh, axis_name)
     axes = axis_names(axis_name)
-    local_replicas = own_parts(mesh, axes)
+    local_replicas = addressable_shard_numbers(mesh, axes)
     if len(shares) != len(local_replicas):
         raise ValueError(
             f"{_OWNER}: `shares` must be {len(local_replicas)}, one for each replica of this "
@@ -126,18 +127,18 @@ def _note_exchange(mesh: Mesh) -> _Gather:
 
 
 def _weighted_batches(
-    shares: list[Iterator[PyTree]],
+    iterators: list[Iterator[PyTree]],
     mesh: AnyMesh,
     axes: tuple[str, ...],
     gather: _Gather | None,
     on_exhausted: str,
 ) -> Iterator[WeightedBatch]:
-    local_replicas = own_parts(mesh, axes)
-    last: list[PyTree | None] = [None] * len(shares)
+    local_replicas = addressable_shard_numbers(mesh, axes)
+    last: list[PyTree | None] = [None] * len(iterators)
     reference: list[str] = []
     while True:
         try:
-            fresh = [next(share, None) for share in shares]
+            fresh = [next(iterator, None) for iterator in iterators]
         except Exception as error:
             # The others are told, and `error`, which matters more, is raised here.
             with contextlib.suppress(RuntimeError):
@@ -169,7 +170,7 @@ def _weighted_batches(
         weight = np.array(samples, np.float32)
         if is_multi_process(mesh):
             batch, weight = jax.tree.map(
-                lambda x: array_from_parts(x, mesh, axes), (batch, weight[list(local_replicas)])
+                lambda x: array_from_shards(x, mesh, axes), (batch, weight[list(local_replicas)])
             )
         yield WeightedBatch(batch, weight)
 
@@ -183,8 +184,8 @@ def _samples(notes: list[dict[str, Any]]) -> tuple[list[int], str | None]:
         sizes.setdefault(replica, set()).add(size)
     differ = sorted(replica for replica, each in sizes.items() if len(each) > 1)
     if differ:
-        given = [sorted(sizes[replica]) for replica in differ]
-        return [], f"processes that share replicas {differ} give {given} samples for them"
+        counts = [sorted(sizes[replica]) for replica in differ]
+        return [], f"processes that share replicas {differ} give {counts} samples for them"
     return [max(sizes[replica]) for replica in sorted(sizes)], None
 
 

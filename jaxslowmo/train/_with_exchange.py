@@ -46,11 +46,11 @@ from ..transform import init as make_states
 from ..tree import check_arrays, leaf_names, not_floating
 from ._batches import BatchPlacer
 from ._train_state import ReplicaState, StepExchange, TrainState, with_own_keys
+from .step._averaging import Averaging, Weights, accepted_arguments, optimizer_rate
 from .step._checks import check_axes, check_not_donated, check_same_model
 from .step._first_run import program_checks
 from .step._gradients import old_if_idle, restore_statistics_if, statistics, with_statistics
 from .step._in_flight import StepsInFlight
-from .step._optimized import Averaging, Weights, accepted_arguments, optimizer_rate
 from .step._programs import Mode, Phases
 
 
@@ -65,15 +65,15 @@ class Access(NamedTuple):
         """Raise `ValueError` unless what was set is what is then read."""
 
         def set_and_get(part: PyTree) -> PyTree:
-            found = self.get(self.set(state, part))
-            is_new = all(isinstance(x, Tracer) for x in jax.tree.leaves(found))
-            if not is_new or jax.tree.structure(found) != jax.tree.structure(part):
+            new = self.get(self.set(state, part))
+            is_new = all(isinstance(x, Tracer) for x in jax.tree.leaves(new))
+            if not is_new or jax.tree.structure(new) != jax.tree.structure(part):
                 what = "arrays in another form" if is_new else "old arrays"
                 raise ValueError(
                     f"with_exchange: the functions for `{self.name}` must get what they set, got "
                     f"{what}."
                 )
-            return found
+            return new
 
         jax.eval_shape(set_and_get, self.get(state))
 
@@ -83,11 +83,11 @@ NO_ACCESS = Access("", lambda state: (), lambda state, part: state)
 
 @dataclass(frozen=True)
 class LibraryUpdate:
-    """The parts of a step of all replicas, which programs run.
+    """One update of all replicas, which programs run.
 
     Attributes:
       train_step, in_axes, mesh, axis_name, map_with: the arguments of `with_exchange`.
-      params, moments, statistics: access to the parts of a library's state.
+      params, opt_state, statistics: access to the parts of a library's state.
       gradients: the reduction of gradients; None without one.
     """
 
@@ -97,7 +97,7 @@ class LibraryUpdate:
     axis_name: AxisName
     map_with: MapWith
     params: Access
-    moments: Access
+    opt_state: Access
     statistics: Access
     gradients: optax.GradientTransformationExtraArgs | None
 
@@ -108,7 +108,7 @@ class LibraryUpdate:
                 "with_exchange: `get_params` must return real floating-point arrays, got "
                 f"{', '.join(wrong)}."
             )
-        for access in (self.params, self.moments, self.statistics):
+        for access in (self.params, self.opt_state, self.statistics):
             access.check(state)
 
     def roles(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
@@ -143,13 +143,13 @@ class LibraryUpdate:
         batches: tuple[PyTree, ...],
         weight: jax.Array | None,
         communicate: jax.Array | None,
-        **fixed: Any,
+        **static: Any,
     ) -> tuple[ReplicaState, PyTree]:
         """Run an update for each of several batches."""
         split, join = self.split(batches)
 
         def one(state: ReplicaState, split: list[Any]) -> tuple[ReplicaState, PyTree]:
-            return self.update(state, join(split), weight, communicate, **fixed)
+            return self.update(state, join(split), weight, communicate, **static)
 
         return lax.scan(one, state, split)
 
@@ -160,23 +160,23 @@ class LibraryUpdate:
         weight: jax.Array | None,
         communicate: jax.Array | None,
         *,
-        fixed: bool,
+        static: bool,
         phase: Phase | None,
         sync: ParameterTransform,
     ) -> tuple[ReplicaState, PyTree]:
-        """Run one update of all replicas; `fixed` is a `communicate` that is known when traced."""
+        """Run one update of all replicas; `static` is a `communicate` that is known when traced."""
         roles = self.roles(args)
-        where: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
+        mesh_kwargs: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
         shared, local = state.exchange.shared, state.exchange._replace(shared=())
 
         def one(state: PyTree, memory: PyTree, weight: Any, *args: PyTree) -> Any:
             return self._step_replica(state, memory, weight, args, sync.param_specs)
 
         step = increment(state.step)
-        count = unreplicate_number(step, **where)
+        count = unreplicate_number(step, **mesh_kwargs)
         mapped = map_replicas(
             one,
-            **where,
+            **mesh_kwargs,
             in_roles=("stacked",) * 3 + roles,
             out_roles=("stacked",) * 4,
             automatic=frozenset(self.mesh.axis_names) - {*axis_names(self.axis_name)},
@@ -184,34 +184,34 @@ class LibraryUpdate:
         )
         new, memory, weight, results = mapped(state.state, local.gradients, weight, *args)
 
-        def exchange(replicas: StackedReplicas, own: Any, shared: PyTree) -> Any:
-            old, new, local, weight = own
+        def exchange(replicas: StackedReplicas, of_replica: Any, shared: PyTree) -> Any:
+            old, new, local, weight = of_replica
             before, after = self.params.get(old), self.params.get(new)
-            moments, means = self.moments.get(new), self.statistics.get(new)
+            opt_state, means = self.opt_state.get(new), self.statistics.get(new)
             extra: dict[str, Any] = {}
             if sync.algorithm.needs_rate:
-                extra["learning_rate"] = optimizer_rate(moments)
-            params, averaged, done, moments = sync.exchange(
+                extra["learning_rate"] = optimizer_rate(opt_state)
+            params, averaged, done, opt_state = sync.exchange(
                 None,
                 statistics(means),
                 ExchangeState(count - 1, local, shared),
                 before,
                 after=after,
-                moments=moments,
-                init=lambda params: jax.tree.map(jnp.zeros_like, moments),
-                communicate=fixed if communicate is None else communicate,
+                moments=opt_state,
+                init=lambda params: jax.tree.map(jnp.zeros_like, opt_state),
+                communicate=static if communicate is None else communicate,
                 phase=phase,
                 weight=weight,
                 stacked=replicas,
                 **extra,
             )
             new = self.params.set(new, params)
-            new = self.moments.set(new, moments)
+            new = self.opt_state.set(new, opt_state)
             new = self.statistics.set(new, with_statistics(means, averaged))
             return (new, done.local), done.shared
 
-        own = state.state, new, local.local, weight
-        (new, local_state), shared = vmap_replicas(exchange, own, shared, **where)
+        stacked = state.state, new, local.local, weight
+        (new, local_state), shared = vmap_replicas(exchange, stacked, shared, **mesh_kwargs)
         return ReplicaState(step, new, StepExchange(local_state, shared, memory)), results
 
     def _step_replica(
@@ -226,34 +226,35 @@ class LibraryUpdate:
 
         That is its state, the memory of reductions, its weight in the exchange, and its results.
         """
-        params, weights = self.params.get(state), Weights(weight, weight)
+        params, weights = self.params.get(state), Weights.from_batch(weight)
         if self.gradients is None:
             returned = self.train_step(state, *args)
         else:
-            reduction, held = self.gradients, [memory]
+            reduction, memories = self.gradients, [memory]
 
             def reduce_gradients(grads: PyTree) -> PyTree:
                 """Return the gradients reduced over the replicas."""
                 is_alike = jax.tree.structure(grads) == jax.tree.structure(params)
-                given = {"weight": weight, "param_specs": specs if is_alike else None}
-                given = accepted_arguments(spec_of(reduction), held[0], **given)
-                grads, held[0] = reduction.update(grads, held[0], params, **given)
+                offered = {"weight": weight, "param_specs": specs if is_alike else None}
+                accepted = accepted_arguments(spec_of(reduction), memories[0], **offered)
+                grads, memories[0] = reduction.update(grads, memories[0], params, **accepted)
                 return grads
 
             weights = weights.after_averaging(
                 Averaging.from_transform(reduction, memory, self.axis_name)
             )
             returned = self.train_step(state, *args, reduce_gradients=reduce_gradients)
-            (memory,) = held
-        new, results = _check_results(returned, state)
+            (memory,) = memories
+        new, results = _checked_results(returned, state)
         if weight is not None:  # the batch of a replica without data counts nowhere
             results = unless_idle(results, weight)
             means = restore_statistics_if(weight <= 0, *map(self.statistics.get, (new, state)))
             new = self.statistics.set(new, means)
-        return old_if_idle(weights.update, new, state), memory, weights.exchange, results
+        new = old_if_idle(weights.update_weight, new, state)
+        return new, memory, weights.exchange_weight, results
 
 
-def _check_results(returned: Any, state: PyTree) -> tuple[PyTree, PyTree]:
+def _checked_results(returned: Any, state: PyTree) -> tuple[PyTree, PyTree]:
     """Return what `train_step` returned; raise `ValueError` unless it begins with a state."""
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     before, after = (jax.tree.structure(x) for x in (state, returned[0] if is_pair else returned))
@@ -283,7 +284,7 @@ class ExchangingStep:
         self.mesh, self.axis_name, self.mode = mesh, axis_name, mode
         self.sync = sync.bound(dict(mesh.shape))
         self._update, self._donates = update, donate
-        self._where: dict[str, Any] = {"mesh": mesh, "axis_name": axis_name}
+        self._mesh_kwargs: dict[str, Any] = {"mesh": mesh, "axis_name": axis_name}
         self._placer = BatchPlacer(mesh, axis_name, "local", None)
         self._phases, self._bound = Phases(self.sync, mode), self.sync
         self._names: list[str] = []  # of the parameters of the first state
@@ -311,15 +312,17 @@ class ExchangingStep:
         state = jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), state)
         self._update.check(state)
         stacked = with_own_keys(
-            "state", replicate_argument("state", state, **self._where), **self._where
+            "state", replicate_argument("state", state, **self._mesh_kwargs), **self._mesh_kwargs
         )
         params = self._update.params.get(stacked)
         sync = self._bind(params)
-        local, shared = first_states(sync, params, param_specs=sync.param_specs, **self._where)
+        local, shared = first_states(
+            sync, params, param_specs=sync.param_specs, **self._mesh_kwargs
+        )
         gradients: PyTree = ()
         if self._update.gradients is not None:
-            gradients = make_states(self._update.gradients, params, **self._where)
-        step = replicate(jnp.zeros([], jnp.int32), **self._where)
+            gradients = make_states(self._update.gradients, params, **self._mesh_kwargs)
+        step = replicate(jnp.zeros([], jnp.int32), **self._mesh_kwargs)
         return ReplicaState(step, stacked, StepExchange(local, shared, gradients))
 
     def __call__(
@@ -387,9 +390,9 @@ class ExchangingStep:
             split, weight, axis_names(self.axis_name)
         )
 
-        def run(phase: Phase | None, state: ReplicaState, part: list[Any]) -> Any:
+        def run(phase: Phase | None, state: ReplicaState, split: list[Any]) -> Any:
             program = self._program("scan", phase, state, True)
-            return self._run(program, "scan", phase, state, join(part), weight, None)
+            return self._run(program, "scan", phase, state, join(split), weight, None)
 
         return self._phases.scan(state, split, length, run)
 
@@ -414,7 +417,7 @@ class ExchangingStep:
         Communication: that of `js.consensus`.
         """
         params = self._update.params.get(state.state)
-        return consensus(params, shares=self.shares(state), **self._where)
+        return consensus(params, shares=self.shares(state), **self._mesh_kwargs)
 
     def as_train_state(self, state: ReplicaState) -> TrainState:
         """Return the parts of a state; `model_state` is all of the library's state, `rng` is ().
@@ -422,21 +425,21 @@ class ExchangingStep:
         Leaves may be of any kind, such as NumPy arrays or types of arrays.
         """
         one, no_keys = self._update, cast(Any, ())
-        parts = one.params.get(state.state), one.moments.get(state.state), state.state
+        parts = one.params.get(state.state), one.opt_state.get(state.state), state.state
         return TrainState(state.step, *parts, no_keys, state.exchange)
 
-    def from_train_state(self, parts: TrainState) -> ReplicaState:
-        """Return the state with these parts, of which `as_train_state` has the form."""
-        state = self._update.moments.set(parts.model_state, parts.opt_state)
-        state = self._update.params.set(state, parts.params)
-        return ReplicaState(parts.step, state, parts.exchange)
+    def from_train_state(self, train_state: TrainState) -> ReplicaState:
+        """Return the state with the parts of what `as_train_state` returned."""
+        state = self._update.opt_state.set(train_state.model_state, train_state.opt_state)
+        state = self._update.params.set(state, train_state.params)
+        return ReplicaState(train_state.step, state, train_state.exchange)
 
     # Programs.
 
     def lower(self, state: ReplicaState, *args: PyTree, weight: Any = None) -> jax.stages.Lowered:
         """Return the lowered program of a call; nothing runs."""
-        self._check_state(state, runs=False)
-        args, weight = self._place(args, weight, runs=False)
+        self._check_state(state, is_executed=False)
+        args, weight = self._place(args, weight, is_executed=False)
         program = self._program("update", self._phases.program_phase(state), state, True)
         return program.lower(state, args, weight, None)
 
@@ -448,21 +451,21 @@ class ExchangingStep:
         self, state: ReplicaState, *args: PyTree
     ) -> dict[str | None, jax.stages.Traced]:
         """Trace the step's programs: by phase name when host-scheduled, else one under None."""
-        self._check_state(state, runs=False)
-        args, _ = self._place(args, None, runs=False)
+        self._check_state(state, is_executed=False)
+        args, _ = self._place(args, None, is_executed=False)
 
         def trace(phase: Phase | None) -> jax.stages.Traced:
             return self._program("update", phase, state, True).trace(state, args, None, None)
 
         return self._phases.trace_by_phase(trace)
 
-    def _check_state(self, state: ReplicaState, *, runs: bool = True) -> None:
+    def _check_state(self, state: ReplicaState, *, is_executed: bool = True) -> None:
         """Raise `ValueError` unless a step can take the state; the first one sizes the exchange."""
         if not isinstance(state, ReplicaState):
             raise ValueError(
                 f"`state` must be of `init` of js.with_exchange, got {type(state).__name__}."
             )
-        if runs:
+        if is_executed:
             check_not_donated("state", state.step)
         if not self._names:
             self._bind(self._update.params.get(state.state))
@@ -486,11 +489,11 @@ class ExchangingStep:
         return self._bound
 
     def _place(
-        self, args: tuple[PyTree, ...], weight: Any, *, runs: bool = True
+        self, args: tuple[PyTree, ...], weight: Any, *, is_executed: bool = True
     ) -> tuple[tuple[PyTree, ...], Any]:
         """Return arguments and weight on the devices, split where `in_axes` says so."""
         split, join = self._update.split(args)
-        place = self._placer.check_and_place if runs else self._placer.place
+        place = self._placer.check_and_place if is_executed else self._placer.place
         split, weight = place(split, weight, axis_names(self.axis_name))
         return join(split), weight
 
@@ -507,18 +510,18 @@ class ExchangingStep:
         self, method: str, phase: Phase | None, state: ReplicaState, communicate: bool | jax.Array
     ) -> Any:
         """Return the program of a phase, whose results lie where those of its first state lie."""
-        fixed = communicate if isinstance(communicate, bool) else True
-        key = method, phase, fixed, isinstance(state.step, Tracer)
+        static = communicate if isinstance(communicate, bool) else True
+        key = method, phase, static, isinstance(state.step, Tracer)
         if key not in self._programs:
-            where = None
+            out_shardings = None
             places = jax.tree.map(lambda x: getattr(x, "sharding", None), state)
             if all(isinstance(x, NamedSharding) for x in jax.tree.leaves(places)):
-                where = places, None
+                out_shardings = places, None
             update = getattr(self._update, method)
             self._programs[key] = jax.jit(
-                functools.partial(update, fixed=fixed, phase=phase, sync=self._bound),
+                functools.partial(update, static=static, phase=phase, sync=self._bound),
                 donate_argnums=0 if self._donates else (),
-                out_shardings=where,
+                out_shardings=out_shardings,
             )
         return self._programs[key]
 
@@ -628,13 +631,13 @@ def with_exchange(
         raise ValueError(
             f"{owner}: `statistics` must be two functions, (get, set), or None, got {statistics!r}."
         )
-    moments = NO_ACCESS
+    opt_state = NO_ACCESS
     if reads_optimizer:
-        moments = Access("opt_state", functions["get_opt_state"], functions["set_opt_state"])
+        opt_state = Access("opt_state", functions["get_opt_state"], functions["set_opt_state"])
     update = LibraryUpdate(
         *(train_step, in_axes, mesh, axis_name, map_with),
         params=Access("params", get_params, set_params),
-        moments=moments,
+        opt_state=opt_state,
         statistics=NO_ACCESS if statistics is None else Access("statistics", *statistics),
         gradients=None if gradients is None else optax.with_extra_args_support(gradients),
     )

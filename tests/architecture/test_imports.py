@@ -90,6 +90,10 @@ def test_contributing_names_files_that_are_there():
     # In backticks, with a slash, and not the placeholder of a name.
     named = re.findall(r"`([\w.]+(?:/[\w.]+)+/?|[\w]+/)`", CONTRIBUTING)
     assert len(named) > 30
+    # A file without its folder is one of the folder that the text is about.
+    files = re.findall(r"`(\w+\.py)`", CONTRIBUTING)
+    assert len(files) > 10
+    assert [name for name in {*files} if not [*ROOT.glob(f"[!.]*/**/{name}")]] == []
     # Folders of packages are named without the package in the table.
     assert [
         place

@@ -211,7 +211,7 @@ OF_CHAINS = {
     "sync twice": Refusal(lambda: made(js.chain(sgd, local), sync=local), "`sync`"),
     "two syncs": Refusal(lambda: made(js.chain(sgd, local, local)), "parameter transforms", 2),
     "scaled gradients": Refusal(lambda: started(gradients=scale(mean)), "`gradients`"),
-    "two scales": Refusal(lambda: started(optax.chain(scale(sgd), scale(sgd)), **whole), "found 2"),
+    "two scales": Refusal(lambda: started(optax.chain(scale(sgd), scale(sgd)), **whole), "got 2"),
     "axis of a scale": Refusal(lambda: stepped(scale(sgd, "fsdp"), **whole), "`axes`", "fsdp"),
     "search": Refusal(lambda: stepped(js.chain(mean, optax.lbfgs())), "`value_fn`", "('replica',)"),
     "search inside": Refusal(

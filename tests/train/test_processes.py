@@ -2,7 +2,8 @@
 
 import re
 
-from jaxslowmo.train._batches import Note, Verdict, compare_notes
+from jaxslowmo.train._batches import Note, compare_notes
+from jaxslowmo.train._process_comparison import Verdict
 
 LEAVES = {"x": "float32[8,3]", "y": "int32[8]"}
 

@@ -25,7 +25,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo._support.coordinator import write_note, wait_for_note
-from jaxslowmo.train import own_parts
+from jaxslowmo.train import addressable_shard_numbers
 
 devices = sorted(jax.devices(), key=lambda d: d.id)
 rng = np.random.default_rng(0)
@@ -55,7 +55,8 @@ local = jax.make_mesh((2,), ("local",), devices=jax.local_devices())  # with an 
 here_split = lambda x: jax.device_put(x, NamedSharding(local, P("local")))
 
 def compare(name, mesh, axes, spec=None, weighted=False, globally=False):
-    own, here = own_parts(mesh, axes), list(own_parts(mesh, ("replica",)))
+    own = addressable_shard_numbers(mesh, axes)
+    here = list(addressable_shard_numbers(mesh, ("replica",)))
     count = math.prod(mesh.shape[a] for a in axes)
     mine = lambda x: np.concatenate([np.split(x, count)[i] for i in own])
     weight = WEIGHT if weighted else None
@@ -372,7 +373,7 @@ print(json.dumps(found))
 # Do the batches of several processes fit together? The last one: it changes how long they wait.
 FIT = """
 import warnings
-from jaxslowmo.train import _batches
+from jaxslowmo.train import _process_comparison
 
 mesh = jax.sharding.Mesh(np.array([devices[0], devices[2]]), ("replica",))
 said = {}
@@ -404,7 +405,7 @@ run("global, different", rows(4), host_batch="global")
 run("rows", rows(4 + rank))
 run("later", rows(4), rows(4), rows(2 + rank))
 run("none on one", rows(4 * (1 - rank)))
-_batches.PATIENCE_SECONDS, _batches.HINT_SECONDS = 0.5, 0.1
+_process_comparison.PATIENCE_SECONDS, _process_comparison.HINT_SECONDS = 0.5, 0.1
 run("late", rows(4), late=1.2)
 run("one has that shape", rows(4), rows(4) if rank else rows(2))
 print(json.dumps(said))
@@ -454,7 +455,7 @@ model = jax.sharding.Mesh(grid([0, 2], [1, 3]), ("replica", "model"))
 for i, (sync, mode) in enumerate(itertools.product(SYNCS, ("traced", "host"))):
     scans = i in (1, 2)
     weight = WEIGHTS if mode == "traced" else None
-    own = list(own_parts(four, ("replica",)))
+    own = list(addressable_shard_numbers(four, ("replica",)))
     mine = np.concatenate([ROWS[:, 2 * r : 2 * r + 2] for r in own], 1)
     part = None if weight is None else weight[own]
     wanted = trained(js.virtual_mesh({"replica": 4}), sync, mode, weight=weight)
@@ -507,7 +508,7 @@ def test_parts_make_the_batch(said):
         draws.add(told["drawn"])
         assert "multiple of 2, this process' share of 4" in told["rows"]
         assert "(3, 3)" in told["rows"]
-        assert "1 of 2, shape (1,), got shape (2,)" in told["weight"]
+        assert "1 of 2, got (2,)" in told["weight"]
     assert len(draws) == 2
     assert float(jax.random.uniform(jax.random.key(5))) in draws
 

@@ -11,10 +11,11 @@ from ..._support.checks import as_number, check_choice, checked_int
 from ..._support.types import PyTree
 from ...embedding import Embeddings, PrefetchedRows, PrefetchOptions, WithTables
 from .._train_state import TrainState
-from ._checks import without_optimizer
+from ._checks import check_window_weight
 from ._gradients import GradientWindow, Metrics, StepInputs
 from ._programs import Task
 from ._runner import Runner
+from ._update import without_optimizer
 
 AheadMode = Literal["exact", "stale", "patched"]
 
@@ -132,7 +133,8 @@ class AheadStep:
         """
         runner = self._runner
         state = runner.accept_state(state)
-        runner.check_window(window, state, weight)
+        runner.check_window(window, state)
+        check_window_weight(window, weight)
         batch, weight = runner.place(batch, weight)
         _check_same_ids(self._embeddings, asked.batch, batch)
         if next_batch is not None:
@@ -209,9 +211,9 @@ def _content(tree: PyTree) -> list[Any]:
         is_ids = np.issubdtype(x.dtype, np.integer)
         return (np.maximum(x.astype(np.int64), -1) if is_ids else x.astype(float)).tobytes()
 
-    def parts(x: Any) -> Any:
+    def shards(x: Any) -> Any:
         if getattr(x, "is_fully_addressable", True):
             return np.shape(x), values(x)
-        return {str(part.index): values(part.data) for part in x.addressable_shards}
+        return {str(shard.index): values(shard.data) for shard in x.addressable_shards}
 
-    return [parts(x) for x in jax.tree.leaves(tree)]
+    return [shards(x) for x in jax.tree.leaves(tree)]

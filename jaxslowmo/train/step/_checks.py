@@ -33,9 +33,8 @@ from ...transform import (
     takes_extra,
 )
 from ...tree import leaf_names, not_floating, parts_of
-from .._train_state import StepExchange, TrainState
-from ._gradients import GradientWindow
-from ._optimized import USE_CHAIN
+from .._train_state import TrainState
+from ._averaging import USE_CHAIN
 from ._update import Update
 
 # Transforms.
@@ -50,11 +49,11 @@ def split_chain(
     gradients: optax.GradientTransformation | None,
     sync: Any,
 ) -> Chained:
-    """Split a `js.chain` as `optimizer` into its parts; return other arguments unchanged.
+    """Split a `js.chain` as `optimizer` into three; return other arguments unchanged.
 
     Everything up to the last transform that reduces gradients, with this library's transforms right
     after it, such as clipping, is `gradients`; a parameter transform at the end is `sync`; the rest
-    is the optimizer. With an argument `gradients`, parts that do not reduce run after it.
+    is the optimizer. With an argument `gradients`, those that do not reduce run after it.
 
     Raises:
       ValueError: several parameter transforms, or one and `sync`; two that reduce gradients; a
@@ -68,30 +67,35 @@ def split_chain(
         raise ValueError(_gradients_error("a js.ParameterTransform"))
     if not isinstance(optimizer, Chain):
         return gradients, optimizer, sync
-    parts = list(optimizer.parts)
+    transforms = list(optimizer.parts)
     moving = []
-    while parts and isinstance(parts[-1], ParameterTransform):
-        moving.append(parts.pop())
+    while transforms and isinstance(transforms[-1], ParameterTransform):
+        moving.append(transforms.pop())
     if len(moving) > 1:
         raise ValueError(
             f"`optimizer` is a js.chain with {len(moving)} parameter transforms, of which a step "
             "takes one: use js.hierarchical_local_sgd or js.slowmo(base=...)."
         )
-    count = gradient_parts(parts)
-    first, last = parts[:count], parts[count:]
-    reduces = any(spec_of(part).axes for part in first)
-    for name, given, does in (("gradients", gradients, reduces), ("sync", sync, moving)):
-        if given is not None and does:
+    count = gradient_parts(transforms)
+    first, last = transforms[:count], transforms[count:]
+    reduces = any(spec_of(tx).axes for tx in first)
+    for name, argument, is_in_chain in (
+        ("gradients", gradients, reduces),
+        ("sync", sync, moving),
+    ):
+        if argument is not None and is_in_chain:
             raise ValueError(f"`{name}` must not be given beside a js.chain `optimizer` with one.")
     if gradients is not None:
         first = [gradients, *first]
-    return _chain_parts(first) if first else None, _chain_parts(last), moving[0] if moving else sync
+    if moving:
+        (sync,) = moving
+    return _chain_transforms(first) if first else None, _chain_transforms(last), sync
 
 
-def _chain_parts(parts: list[Any]) -> optax.GradientTransformation:
-    if not parts:
+def _chain_transforms(transforms: list[Any]) -> optax.GradientTransformation:
+    if not transforms:
         return optax.identity()
-    return parts[0] if len(parts) == 1 else chain(*parts)
+    return transforms[0] if len(transforms) == 1 else chain(*transforms)
 
 
 def check_with_tables(gradients: optax.GradientTransformation | None) -> None:
@@ -117,12 +121,12 @@ def check_axes(transforms: Chained, mesh: AnyMesh, axis_name: AxisName) -> None:
                 f"`{argument}` must exchange over axes of `mesh`, {list(mesh.axis_names)}, got "
                 f"{unknown}."
             )
-    of_sync = () if sync is None else sync.algorithm.axes
+    sync_axes = () if sync is None else sync.algorithm.axes
     # Without axes it exchanges nothing, as between the replicas of an island.
-    if of_sync and not set(of_sync) & set(axis_names(axis_name)):
+    if sync_axes and not set(sync_axes) & set(axis_names(axis_name)):
         raise ValueError(
             f"`sync` must exchange over `axis_name`={axis_name!r}, of the replicas, got "
-            f"{list(of_sync)}."
+            f"{list(sync_axes)}."
         )
 
 
@@ -148,16 +152,14 @@ def checked_gradients(
     return gradients._replace(init=init)
 
 
-def check_transforms(
-    state: TrainState, parts: Update, mesh: AnyMesh, mode: str, *, is_first: bool
+def _checked_structure_change(
+    state: TrainState, update: Update, mesh: AnyMesh, mode: str, *, is_first: bool
 ) -> bool:
-    """Check the `gradients` and `optimizer` of a step by their states.
-
-    Return whether an update is known to change the structure of the optimizer's state.
+    """Return the result of `checked_structure_change`, once both transforms are checked.
 
     Args:
       state: a state of the step; only the states of gradient transform and optimizer are used.
-      parts: the parts of the step.
+      update: the update of the step.
       mesh: the step's mesh.
       mode: the step's mode, `"traced"` or `"host"`.
       is_first: whether this is the step's first state; transforms that declare nothing are then
@@ -173,13 +175,13 @@ def check_transforms(
 
     Communication: none.
     """
-    axes = axis_names(parts.axis_name)
+    axes = axis_names(update.axis_name)
     num_replicas = math.prod(mesh.shape[name] for name in axes)
-    gradients, optimizer = state.exchange.gradients, parts.dense(state.opt_state)
-    averaged = _reduction_axes(parts.gradients) | _reduction_axes(parts.optimizer)
+    gradients, optimizer = state.exchange.gradients, update.dense(state.opt_state)
+    averaged = _reduction_axes(update.gradients) | _reduction_axes(update.optimizer)
     members = {
-        "gradients": (parts.gradients or optax.identity(), gradients),
-        "optimizer": (parts.optimizer, optimizer),
+        "gradients": (update.gradients or optax.identity(), gradients),
+        "optimizer": (update.optimizer, optimizer),
     }
     for name, (_, tx_state) in members.items():
         if parts_of(tx_state, AccumulateState):
@@ -191,9 +193,9 @@ def check_transforms(
     unknown = {name: spec_of(tx).unknown(tx_state) for name, (tx, tx_state) in members.items()}
     changes = False
     if is_first:
-        params = parts.dense(state.params)
-        inside = tuple(a for a in parts.inner_axes if mesh.shape[a] > 1)
-        varying = frozenset(inside).difference(parts.unreduced_axes(gradients, inside))
+        params = update.dense(state.params)
+        inside = tuple(a for a in update.inner_axes if mesh.shape[a] > 1)
+        varying = frozenset(inside).difference(update.unreduced_axes(gradients, inside))
         leaves: PyTree = jax.tree.map(lambda _: varying, params)
         for name, (tx, tx_state) in members.items():
             if not unknown[name] and not any(jax.tree.leaves(leaves)):
@@ -201,7 +203,7 @@ def check_transforms(
             facts = read_update(
                 *(tx, params, tx_state),
                 mesh=mesh,
-                axes=parts.mapped_axes,
+                axes=update.mapped_axes,
                 varying=leaves,
                 extra=takes_extra(tx_state),
             )
@@ -222,7 +224,7 @@ def check_transforms(
     if parts_of(optimizer, DynamicLossScaleState):
         check_nesting(optimizer)
     _check_hidden_scale(unknown["optimizer"])
-    parts.check_optimizer(optimizer, unknown["optimizer"])
+    update.check_optimizer(optimizer, unknown["optimizer"])
     _check_conditions({"gradients": gradients, "optimizer": optimizer}, num_replicas)
     moves = holds_state(optimizer, "parameters")
     if mode == "host" and moves:
@@ -231,14 +233,14 @@ def check_transforms(
             f"pass it as `sync`. {USE_CHAIN}"
         )
     dtypes = [x.dtype for x in jax.tree.leaves(state.model_state)]
-    means = parts.batches.model_state == "sync_mean"
-    if moves and means and any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
+    averages_state = update.differentiated_loss.model_state_mode == "sync_mean"
+    if moves and averages_state and any(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes):
         raise ValueError(
             '`model_state`="sync_mean" follows `sync`, and `optimizer` holds the parameter '
             f'transform: pass it as `sync`, or use "local". {USE_CHAIN}'
         )
     averages = averaged & set(axes)
-    exchanges = parts.independent or parts.sync is not None or moves or averages
+    exchanges = update.independent or update.sync is not None or moves or averages
     if num_replicas > 1 and not exchanges and not holds_state(unknown, "gradients"):
         axis = axes[0] if len(axes) == 1 else axes
         raise ValueError(
@@ -361,22 +363,22 @@ def _transform_name(transform: Any) -> str:
 # States and windows.
 
 
-def check_state(
+def checked_structure_change(
     state: TrainState,
-    parts: Update,
+    update: Update,
     mesh: AnyMesh,
     mode: str,
     warn: Callable[[str], None],
     *,
     is_first: bool,
 ) -> bool:
-    """Check a step's transforms with its state: raise `ValueError`, or warn.
+    """Return whether an update is known to change the structure of the optimizer's state.
 
-    Return whether an update is known to change the structure of the optimizer's state.
+    First check a step's transforms with its state: raise `ValueError`, or warn.
 
     Args:
       state: a state of the step.
-      parts: the parts of the step.
+      update: the update of the step.
       mesh: the step's mesh.
       mode: the step's mode, `"traced"` or `"host"`.
       warn: a function that issues each message once.
@@ -384,10 +386,10 @@ def check_state(
 
     Communication: none.
     """
-    sync = parts.sync
-    check_trainable(parts.dense(state.params))
-    changes = check_transforms(state, parts, mesh, mode, is_first=is_first)
-    computes = None if parts.policy is None else parts.policy.compute
+    sync = update.sync
+    check_trainable(update.dense(state.params))
+    changes = _checked_structure_change(state, update, mesh, mode, is_first=is_first)
+    computes = None if update.policy is None else update.policy.compute
     if computes == "float16" and loss_scale_of(state.opt_state) is None:
         warn(
             '`policy` is Policy("float16"), and without a loss scale gradients below 6e-8 become '
@@ -395,7 +397,7 @@ def check_state(
         )
     if sync is not None and is_first:
         exchanges = [t for t in instants(sync.algorithm.schedules) if sync.phase(t)]
-        for _, known in known_states(parts.dense(state.opt_state)):
+        for _, known in known_states(update.dense(state.opt_state)):
             # Its period is not known, but only 1 divides them all.
             if known.between and math.gcd(*exchanges) == 1:
                 warn(
@@ -404,19 +406,6 @@ def check_state(
                     f"or {known.instead}."
                 )
     return changes
-
-
-def scalar_counter(x: Any) -> Any:
-    """Return a counter, equal on all replicas, as a NumPy scalar; other leaves unchanged."""
-    if np.ndim(x) != 1 or not np.issubdtype(x.dtype, np.integer):
-        return x
-    local = x.addressable_data(0) if isinstance(x, jax.Array) else x
-    return np.asarray(jax.device_get(local))[0]
-
-
-def without_optimizer(state: TrainState) -> TrainState:
-    """Return the state without what an update alone needs."""
-    return state._replace(opt_state=(), exchange=StepExchange())
 
 
 _USE_INIT = "Make the state by this step's `init`; `state.params` go over by `js.consensus`."
@@ -461,53 +450,53 @@ def check_trainable(params: PyTree) -> None:
         )
 
 
-def check_exchange_state(state: TrainState, parts: Update, mesh: AnyMesh) -> None:
-    """Raise `ValueError` if the state belongs to a step with another `sync`, or no `gradients`."""
-    held = state.exchange
-    if parts.gradients is None and not isinstance(held.gradients, optax.EmptyState):
+def check_exchange_state(state: TrainState, update: Update, mesh: AnyMesh) -> None:
+    """Raise `ValueError` for a state of another `sync`, or of `gradients` that the step lacks."""
+    exchange = state.exchange
+    if update.gradients is None and not isinstance(exchange.gradients, optax.EmptyState):
         raise ValueError(
             "`state` must come from a step with the same `gradients`: this one has none, and "
-            f"`state.exchange.gradients` is {type(held.gradients).__name__}. {_USE_INIT}"
+            f"`state.exchange.gradients` is {type(exchange.gradients).__name__}. {_USE_INIT}"
         )
     expected: tuple[PyTree, PyTree] = (), ()
-    if parts.sync is not None:
+    if update.sync is not None:
         one = replica_types(state.params)
-        algorithm = parts.sync.bound(dict(mesh.shape), one).algorithm
+        algorithm = update.sync.bound(dict(mesh.shape), one).algorithm
         states = lambda params: (algorithm.local(params), algorithm.shared(params))  # noqa: E731
         expected = jax.eval_shape(states, one)
     needs, has = (
         leaf_names({"local": local, "shared": shared})
-        for local, shared in (expected, (held.local, held.shared))
+        for local, shared in (expected, (exchange.local, exchange.shared))
     )
     if needs != has:
         others = sorted({*needs} ^ {*has})[:6]
         raise ValueError(
-            f"`state` must come from a step with the same `sync`, {parts.sync!r}: only one of the "
+            f"`state` must come from a step with the same `sync`, {update.sync!r}: only one of the "
             f"two has {others} in `state.exchange`. {_USE_INIT}"
         )
 
 
-def check_num_replicas(state: TrainState, parts: Update, mesh: AnyMesh) -> None:
+def check_num_replicas(state: TrainState, update: Update, mesh: AnyMesh) -> None:
     """Raise `ValueError` for a state of another number of replicas than the step's."""
-    count = replica_count("step", mesh, parts.axis_name)
+    count = replica_count("step", mesh, update.axis_name)
     if np.shape(state.step) != (count,):
         raise ValueError(
-            f"`state` must be of the {count} replicas of this step, along {parts.axis_name!r}, got "
-            f"one whose `step` has shape {np.shape(state.step)}. {_USE_INIT}"
+            f"`state` must be of the {count} replicas of this step, along {update.axis_name!r}, "
+            f"got one whose `step` has shape {np.shape(state.step)}. {_USE_INIT}"
         )
 
 
-def check_optimizer_state(state: TrainState, parts: Update, mesh: AnyMesh) -> None:
+def check_optimizer_state(state: TrainState, update: Update, mesh: AnyMesh) -> None:
     """Raise `ValueError` if the optimizer's state has other leaves than the step's own makes.
 
     An optimizer that holds a transform of this package, whose buffers depend on more than the
     parameters, is not compared.
     """
-    params, held = parts.dense(state.params), parts.dense(state.opt_state)
-    if holds_state(held, "parameters") or holds_state(held, "gradients"):
+    params, opt_state = update.dense(state.params), update.dense(state.opt_state)
+    if holds_state(opt_state, "parameters") or holds_state(opt_state, "gradients"):
         return
-    types = state_types(parts.optimizer, params, mesh=mesh, axis_name=parts.axis_name)
-    if others := sorted({*leaf_names(types)} ^ {*leaf_names(held)})[:6]:
+    types = state_types(update.optimizer, params, mesh=mesh, axis_name=update.axis_name)
+    if others := sorted({*leaf_names(types)} ^ {*leaf_names(opt_state)})[:6]:
         raise ValueError(
             f"`state` must come from a step with the same `optimizer`: only one of the two has "
             f"{others}. {_USE_INIT}"
@@ -516,20 +505,17 @@ def check_optimizer_state(state: TrainState, parts: Update, mesh: AnyMesh) -> No
 
 def check_same_model(params: PyTree, names: Sequence[str]) -> None:
     """Raise `ValueError` for parameters with other names than the first ones of the step."""
-    found = leaf_names(params)
-    if found != names:
-        others = sorted({*found} ^ {*names})[:6]
+    state_names = leaf_names(params)
+    if state_names != names:
+        others = sorted({*state_names} ^ {*names})[:6]
         raise ValueError(
             "`state` must be of one model with the first state of this step: only one of the two "
             f"has {others}. Make a step for each model."
         )
 
 
-def check_window(window: Any, state: TrainState, weight: Any = ...) -> None:
-    """Raise `ValueError` unless `window` is an unused window of the parameters in `state`.
-
-    Also raise it if only one of `weight` and the window has weights; `...` skips that check.
-    """
+def check_window(window: Any, state: TrainState) -> None:
+    """Raise `ValueError` unless `window` is an unused window of the parameters in `state`."""
     check_not_donated("window", window.grads.sum)
     if state.step.shape != window.count.shape:
         raise ValueError(
@@ -545,22 +531,15 @@ def check_window(window: Any, state: TrainState, weight: Any = ...) -> None:
                 f"`window` must hold gradients of the parameters in `state`: leaf {name!r} has "
                 f"shape {has.get(name)} there and {holds.get(name)} in the window."
             )
-    if weight is not ... and (weight is None) != (window.weight is None):
+
+
+def check_window_weight(window: Any, weight: Any) -> None:
+    """Raise `ValueError` if only one of a window and the weight of its next batch has weights."""
+    if window is not None and (weight is None) != (window.weight is None):
         raise ValueError(
             "`weight` must be given for all batches of a window or for none, and those before had "
             f"{'none' if window.weight is None else 'one'}."
         )
-
-
-def delete_gradients(window: GradientWindow) -> None:
-    """Delete the gradients of a window that an update has used.
-
-    They cannot be donated, since no result of the update has their shapes. Their memory is freed
-    when the update has run.
-    """
-    for x in jax.tree.leaves(window.grads.sum):
-        if not isinstance(x, Tracer):
-            x.delete()
 
 
 def check_state_sharding(

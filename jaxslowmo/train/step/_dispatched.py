@@ -34,19 +34,19 @@ class WithResults(NamedTuple):
     results: PyTree
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DispatchedGradients(BatchGradients):
     """Gradients of a loss function that the host dispatches.
 
     Attributes:
       dispatch: function that runs the loss function's programs; see `HostPipeline.dispatch`.
-      parts: number of parts of a batch that are dispatched one after the other; their means are the
-        results, so there are no microbatches inside of a program.
+      num_microbatches: number of microbatches that are dispatched one after the other; their means
+        are the results, so there are none inside of a program.
       policy: dtypes in which the loss function computes; None: those of its arguments.
     """
 
-    dispatch: Callable[..., Any] = lambda *_, **__: None
-    parts: int = 1
+    dispatch: Callable[..., Any]
+    num_microbatches: int = 1
     policy: Policy | None = None
 
     @classmethod
@@ -55,7 +55,7 @@ class DispatchedGradients(BatchGradients):
         dispatch: Callable[..., Any],
         loss: FullLoss,
         policy: Policy | None,
-        parts: int,
+        num_microbatches: int,
         **options: Any,
     ) -> Self:
         """Return the gradients of a loss function, with these other fields."""
@@ -64,20 +64,29 @@ class DispatchedGradients(BatchGradients):
             def loss_of_batch(params: PyTree, _: PyTree, **context: Any) -> Any:
                 return loss(params, batch.results, **context)
 
-            computed = loss_of_batch if policy is None else apply_policy(policy, loss_of_batch)
-            return computed(params, batch.batch, **context)
+            cast_loss = loss_of_batch if policy is None else apply_policy(policy, loss_of_batch)
+            return cast_loss(params, batch.batch, **context)
 
-        own: dict[str, Any] = {"dispatch": dispatch, "parts": parts, "policy": policy}
-        return cls(loss=loss_of_results, accumulate=1, **own, **options)
+        return cls(
+            loss=loss_of_results,
+            accumulate=1,
+            dispatch=dispatch,
+            num_microbatches=num_microbatches,
+            policy=policy,
+            **options,
+        )
 
     # On the host.
 
     def task(self, task: Task, inputs: StepInputs) -> Task:
         """Return the task of the program that says what the loss function receives for a task."""
         collects = inputs.window is not None or task.method in ("open_window", "collect")
-        parts = 1 if task is EVALUATE else self.parts
-        static = {"collects": collects, "parts": parts, "differentiates": task is not EVALUATE}
-        return Task.create("arguments", "arguments", **static)
+        return Task.create(
+            *("arguments", "arguments"),
+            collects=collects,
+            num_microbatches=1 if task is EVALUATE else self.num_microbatches,
+            differentiates=task is not EVALUATE,
+        )
 
     def dispatch_loss(
         self,
@@ -87,7 +96,7 @@ class DispatchedGradients(BatchGradients):
         arguments: Any,
         *,
         compiler_options: CompilerOptions,
-        runs: bool,
+        is_executed: bool,
     ) -> StepInputs:
         """Return the inputs with the loss function's results in place of the batch.
 
@@ -97,7 +106,7 @@ class DispatchedGradients(BatchGradients):
           inputs: inputs with a placed batch.
           arguments: the results of `arguments` on all positions.
           compiler_options: options for the compiler of the loss function's programs.
-          runs: whether to compute the results; False returns their types.
+          is_executed: whether to compute the results; False returns their types.
         """
         if isinstance(state.step, Tracer):
             raise ValueError(
@@ -113,17 +122,23 @@ class DispatchedGradients(BatchGradients):
             model_state=model_state,
             replicas=axis_names(self.axis_name),
             inner_axes=self.inner_axes,
-            parts=static["parts"],
+            parts=static["num_microbatches"],
             differentiates=static["differentiates"],
             compiler_options=compiler_options,
-            runs=runs,
+            runs=is_executed,
         )
         return inputs._replace(batch=WithResults(inputs.batch, results))
 
     # In the step's programs.
 
     def arguments(
-        self, state: TrainState, inputs: StepInputs, *, collects: bool, parts: int, **_: Any
+        self,
+        state: TrainState,
+        inputs: StepInputs,
+        *,
+        collects: bool,
+        num_microbatches: int,
+        **_: Any,
     ) -> tuple[PyTree, PyTree, jax.Array, PyTree]:
         """Return parameters, batch, keys and model state that the loss function receives.
 
@@ -134,7 +149,7 @@ class DispatchedGradients(BatchGradients):
           state: the state of the replica.
           inputs: the batch, and the window of earlier batches of the same update, if any.
           collects: whether the batch is one of a window; without one in `inputs` it is the first.
-          parts: number of parts into which the batch is cut; a key for each is returned.
+          num_microbatches: number of microbatches; a key for each is returned.
 
         Communication: with `model_state="broadcast"` that of `from_first_replica`.
         """
@@ -144,9 +159,9 @@ class DispatchedGradients(BatchGradients):
             key = jax.random.fold_in(key, 0 if window is None else window.count)
             model_state = model_state if window is None else window.model_state
         keys = key[None]
-        if parts > 1:
-            split_batch(inputs.batch, parts, self.num_devices)  # for its error
-            keys = jax.random.split(key, parts)
+        if num_microbatches > 1:
+            split_batch(inputs.batch, num_microbatches, self.num_devices)  # for its error
+            keys = jax.random.split(key, num_microbatches)
         if self.policy is None:
             return None, None, keys, model_state
         return self.policy.cast(state.params), self.policy.cast(inputs.batch), keys, model_state

@@ -31,7 +31,7 @@ from ...mesh import (
 from ...reports import comm_report_of
 from ...tracing import constants_in
 from ...transform import ParameterTransform, phase_name
-from .._batches import Comparisons, Verdict, is_multi_process
+from .._process_comparison import Comparisons, Verdict, is_multi_process
 
 # Settings.
 
@@ -208,11 +208,11 @@ def _compare_programs(mesh: Mesh) -> _BeforeRun:
     def compare(program: Any, name: str, phase: Phase | None, *args: Any) -> None:
         name = f"`{name}`" + ("" if phase is None else f" of phase {phase_name(phase)!r}")
         lines = program_lines(name, program.trace(*args))
-        late = (
+        timeout_message = (
             f"step: before the first run of {name} {{who}} its program, so programs were not "
             "compared. If it runs another program, this step's exchange hangs or fails."
         )
-        comparisons.compare(lines, mesh, _verdict, late)
+        comparisons.compare(lines, mesh, _verdict, timeout_message)
 
     return compare
 
@@ -225,7 +225,7 @@ _SET = re.compile(r"frozenset\(\{([^}]*)\}\)")
 def program_lines(name: str, program: jax.stages.Traced) -> Description:
     """Return hashes of a traced program's text and of the values of its constants, by name."""
     text = _ADDRESS.sub("", str(program.jaxpr))
-    text = _SET.sub(lambda found: repr(sorted(found[1].split(", "))), text)
+    text = _SET.sub(lambda match: repr(sorted(match[1].split(", "))), text)
     constants = digest([x for x in constants_in(program.jaxpr) if is_host_local(x)])
     return {
         f"equations of {name}": digest([np.frombuffer(text.encode(), np.uint8)]),

@@ -44,12 +44,11 @@ class GradientWindow(NamedTuple):
       model_state: model state after the last batch, leaves (devices, ...).
       count: (replicas,) int32, batches so far; equal on all replicas.
       rows: dict by table of row numbers (devices, k) and weighted gradients (devices, k, *s) of the
-        rows that a device holds. First come those in the room with which the window was opened, one
-        batch of equal shapes after the other, then those of batches without room; {} without
-        tables.
+        rows that a device holds. First come those for which the window was opened, one batch of
+        equal shapes after the other, then those with which it grew; {} without tables.
       refused: (replicas,) int32, ids so far that are in no table, or have no slot; if it is not 0
         the update will be skipped. None without tables.
-      num_placed: (replicas,) int32, batches in the room; None without tables.
+      num_placed: (replicas,) int32, batches with which it did not grow; None without tables.
     """
 
     grads: WeightedSum
@@ -149,7 +148,7 @@ class BatchGradients:
       loss: the loss function.
       axis_name: the replica axis.
       accumulate: number of microbatches of one batch.
-      model_state: how replicas exchange model state, as in `make_train_step`.
+      model_state_mode: how replicas exchange model state; `model_state` of `make_train_step`.
       unscales: whether the step divides gradients by the loss scale, before it reduces them. False
         leaves the division to the optimizer, as in a loop that calls the optimizer itself.
       inner_axes: axes inside a replica over which the batch is split; set by a state's layout.
@@ -159,7 +158,7 @@ class BatchGradients:
     loss: FullLoss
     axis_name: AxisName
     accumulate: int
-    model_state: ModelStateMode
+    model_state_mode: ModelStateMode
     unscales: bool = True
     inner_axes: tuple[str, ...] = ()
     num_devices: int = 1
@@ -184,12 +183,12 @@ class BatchGradients:
         if inputs.batch is not None:
             window, metrics = self.collect(state, inputs)
         # They are zeros on a replica that was idle in all batches.
-        means, of_grads = mean_metrics(window.metrics), window.grads.weight
+        means, grads_weight = mean_metrics(window.metrics), window.grads.weight
         grads = jax.tree.map(lambda g, p: cast(g, p.dtype), window.grads.mean, state.params)
         gradients = Gradients(
             *(grads, means, window.model_state, window.weight, None),
-            *(row_means(window.rows, of_grads), window.refused),
-            of_grads if "loss_weight" in means else None,
+            *(row_means(window.rows, grads_weight), window.refused),
+            grads_weight if "loss_weight" in means else None,
         )
         # The model state of such a replica is that with which they began.
         gradients = self._sync_model_state(gradients, window.model_state)
@@ -200,7 +199,7 @@ class BatchGradients:
     ) -> GradientWindow:
         """Return an empty window for an update whose first batch this is.
 
-        With tables the window has room for the rows of `num_batches` batches of the same shapes.
+        With tables the window can hold the rows of `num_batches` batches of the same shapes.
 
         Communication: with `model_state="broadcast"` that of `from_first_replica`.
         """
@@ -218,11 +217,12 @@ class BatchGradients:
         )
 
     def collect(
-        self, state: TrainState, inputs: StepInputs, *, fits: bool = False
+        self, state: TrainState, inputs: StepInputs, *, fits_window: bool = False
     ) -> tuple[GradientWindow, Metrics]:
         """Return the window with this batch added, and the batch's metrics.
 
-        `fits` says whether the window has room for the batch's rows of tables; if not, it grows.
+        `fits_window` says whether the batch's rows of tables have a place in the window; if not, it
+        grows.
 
         Communication: over `inner_axes` that of the metrics of a batch; none over replicas.
         """
@@ -231,7 +231,7 @@ class BatchGradients:
         key = jax.random.fold_in(self.device_key(state), window.count)
         data = LossData(inputs.batch, key, window.model_state)
         gradients = self._batch_gradients(state, data, inputs.weight)
-        weight, place = gradients.weight, window.num_placed if fits else None
+        weight, place = gradients.weight, window.num_placed if fits_window else None
         terms = _terms(gradients.grads, gradients.metrics, gradients.device_weight)
         grads, metrics = jax.tree.map(add, (window.grads, window.metrics), terms)
         window = GradientWindow(
@@ -269,14 +269,14 @@ class BatchGradients:
         batch, key, model_state = data
         if self.accumulate == 1:
             return as_value(as_quotient(self.evaluate_loss(params, data)[0])[0])
-        parts = split_batch(batch, self.accumulate, self.num_devices)
+        microbatches = split_batch(batch, self.accumulate, self.num_devices)
 
         def one(state: PyTree, x: tuple[PyTree, jax.Array]) -> tuple[PyTree, WeightedSum]:
             loss, (_, state) = self.evaluate_loss(params, LossData(*x, state))
             return state, WeightedSum.from_value(*as_quotient(loss))
 
         keys = jax.random.split(key, self.accumulate)
-        _, terms = lax.scan(one, model_state, (parts, keys))
+        _, terms = lax.scan(one, model_state, (microbatches, keys))
         return jax.tree.map(lambda x: x.sum(0), terms).mean
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...]:
@@ -300,7 +300,7 @@ class BatchGradients:
         They differ in the PRNG keys: the loss function gets a different key on each inner device.
         """
         before = state.model_state
-        if self.model_state == "broadcast":
+        if self.model_state_mode == "broadcast":
             with jax.named_scope(f"{MODEL_STATE}/broadcast"):
                 before = from_first_replica(before, self.axis_name)
         return before, per_replica_keys(before, self.inner_axes, inside=True)
@@ -329,12 +329,12 @@ class BatchGradients:
         """
 
         def differentiable_loss(
-            both: tuple[PyTree, PyTree], part: PyTree, key: jax.Array, state: PyTree
+            both: tuple[PyTree, PyTree], microbatch: PyTree, key: jax.Array, state: PyTree
         ):
             params, embedded = both
             if embedded is not None:
-                part = part._replace(embedded=embedded)
-            value, aux = self.loss(params, part, rng=key, model_state=state)
+                microbatch = microbatch._replace(embedded=embedded)
+            value, aux = self.loss(params, microbatch, rng=key, model_state=state)
             value, weight = as_quotient(value)
             return value, (weight, aux)
 
@@ -342,20 +342,20 @@ class BatchGradients:
         if (scale := loss_scale_of(state.opt_state)) is not None:
             grad_fn = scaled_value_and_grad(differentiable_loss, scale, divides=self.unscales)
 
-        def one(state: PyTree, part: PyTree, key: jax.Array):
-            both = params, part.embedded if isinstance(part, BatchWithVectors) else None
-            (value, aux), (grads, embedded_grads) = grad_fn(both, part, key, state)
+        def one(state: PyTree, microbatch: PyTree, key: jax.Array):
+            both = params, microbatch.embedded if isinstance(microbatch, BatchWithVectors) else None
+            (value, aux), (grads, embedded_grads) = grad_fn(both, microbatch, key, state)
             weight, (metrics, state) = aux
             return (with_loss(metrics, value, weight), state), grads, embedded_grads
 
         if self.accumulate == 1:
             return one(model_state, batch, key)
-        parts = split_batch(batch, self.accumulate, self.num_devices)
+        microbatches = split_batch(batch, self.accumulate, self.num_devices)
         keys = jax.random.split(key, self.accumulate)
-        first = jax.tree.map(lambda x: x[0], parts)
+        first = jax.tree.map(lambda x: x[0], microbatches)
         (like, _), *_ = jax.eval_shape(one, model_state, first, keys[0])
 
-        def add_part(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
+        def add_microbatch(carry: tuple[PyTree, PyTree], x: tuple[PyTree, jax.Array]):
             sums, state = carry
             (metrics, state), grads, embedded_grads = one(state, *x)
             terms = _terms(grads, metrics, metrics.get("loss_weight"))
@@ -363,7 +363,7 @@ class BatchGradients:
 
         zeros = _zero_sums(params, like, like.get("loss_weight"))
         (sums, model_state), embedded_grads = lax.scan(
-            add_part, (zeros, model_state), (parts, keys)
+            add_microbatch, (zeros, model_state), (microbatches, keys)
         )
         grads = jax.tree.map(lambda g, p: cast(g, p.dtype), sums[0].mean, params)
         metrics = mean_metrics(sums[1])
@@ -400,35 +400,35 @@ class BatchGradients:
             with jax.named_scope(METRICS):
                 leaves, treedef = jax.tree.flatten(metrics)
                 means = mean_over([_as_floats(x) for x in leaves], axes)
-                parts = [x[0] if len(x) == 1 else lax.complex(*x) for x in means]
-                metrics = treedef.unflatten(parts)
+                numbers = [x[0] if len(x) == 1 else lax.complex(*x) for x in means]
+                metrics = treedef.unflatten(numbers)
             if is_pair:
-                of_loss = WeightedSum(metrics["loss"], metrics["loss_weight"])
-                whole = of_loss.weight * lax.axis_size(axes)
-                metrics = {**metrics, "loss": of_loss.mean, "loss_weight": whole}
+                loss = WeightedSum(metrics["loss"], metrics["loss_weight"])
+                whole = loss.weight * lax.axis_size(axes)
+                metrics = {**metrics, "loss": loss.mean, "loss_weight": whole}
         return metrics if weight is None else {**unless_idle(metrics, weight), "weight": weight}
 
 
-def split_batch(batch: PyTree, parts: int, num_devices: int = 1) -> PyTree:
-    """Split the batch into equal parts, stacked along a new leading axis.
+def split_batch(batch: PyTree, num_microbatches: int, num_devices: int = 1) -> PyTree:
+    """Split the batch into equal microbatches, stacked along a new leading axis.
 
-    If it lies on several devices, each part has as many examples of each, so nothing is moved.
-    A leaf that all examples share, which has no dimension or one row where others have more, is the
-    same in each part.
+    If it lies on several devices, each microbatch has as many examples of each, so nothing is
+    moved. A leaf that all examples share, which has no dimension or one row where others have more,
+    is the same in each microbatch.
     """
     examples = max((x.shape[0] for x in jax.tree.leaves(batch) if x.ndim), default=1)
 
     def split(x: jax.Array) -> jax.Array:
         if is_shared_leaf(x) and (x.ndim == 0 or examples > 1):
-            return lax.broadcast(x, (parts,))
-        size, rest = divmod(x.shape[0], parts * num_devices)
+            return lax.broadcast(x, (num_microbatches,))
+        size, rest = divmod(x.shape[0], num_microbatches * num_devices)
         if rest:
             raise ValueError(
-                f"`accumulate`={parts} must divide the batch on each device, got "
+                f"`accumulate`={num_microbatches} must divide the batch on each device, got "
                 f"{x.shape[0] // num_devices} examples."
             )
-        x = x.reshape(num_devices, parts, size, *x.shape[1:]).swapaxes(0, 1)
-        return x.reshape(parts, num_devices * size, *x.shape[3:])
+        x = x.reshape(num_devices, num_microbatches, size, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(num_microbatches, num_devices * size, *x.shape[3:])
 
     return jax.tree.map(split, batch)
 
@@ -439,7 +439,7 @@ def split_batch(batch: PyTree, parts: int, num_devices: int = 1) -> PyTree:
 def _terms(
     grads: PyTree, metrics: Metrics, weight: jax.Array | None
 ) -> tuple[WeightedSum, Metrics]:
-    """Return what a batch, or a part of one, adds to sums; `weight` is that of its gradients."""
+    """Return what a batch, or a microbatch, adds to sums; `weight` is that of its gradients."""
     return WeightedSum.from_value(grads, weight), weighted_metrics(metrics)
 
 

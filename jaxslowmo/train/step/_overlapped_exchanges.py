@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from ..._support.types import AxisName, Phase, PyTree
 from ...mesh import AnyMesh, axis_names, map_replicas
 from ...transform import OverlappedExchange
-from .._batches import is_multi_process, process_indices
+from .._process_comparison import is_multi_process, process_indices
 from .._train_state import TrainState
-from ._checks import scalar_counter
+from ._programs import scalar_counter
 
 
 def can_overlap(mesh: AnyMesh, axis_name: AxisName) -> bool:
@@ -107,8 +107,8 @@ class OverlappedExchanges:
         """Return the result of an exchange that overlaps the next update of a state, or None."""
         # Several states may have one in flight, if a user continues from a state twice.
         counter = state.step
-        found = (x for ref, name, x in self._in_flight if ref() is counter and name == event)
-        return next(found, None)
+        results = (x for ref, name, x in self._in_flight if ref() is counter and name == event)
+        return next(results, None)
 
     def _remember(self, state: TrainState, event: str, result: PyTree) -> None:
         alive = [entry for entry in self._in_flight if entry[0]() is not None]

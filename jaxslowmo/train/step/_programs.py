@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh
@@ -30,7 +31,6 @@ from ...mesh import (
 from ...transform import ParameterTransform, phase_name
 from ...tree import WeightedSum
 from .._train_state import ReplicaState, TrainState
-from ._checks import scalar_counter
 from ._gradients import INPUT_ROLES, WINDOW_ROLES, GradientWindow, Metrics, StepInputs
 from ._update import Layout, Update, without_exchange
 
@@ -56,8 +56,8 @@ class Task(NamedTuple):
     @classmethod
     def create(cls, method: str, results: Any, donated: str | None = None, **static: Any) -> Self:
         """Return a task; a keyword argument of None is left out."""
-        given = tuple((name, value) for name, value in static.items() if value is not None)
-        return cls(method, results, donated, given)
+        used = tuple((name, value) for name, value in static.items() if value is not None)
+        return cls(method, results, donated, used)
 
 
 EVALUATE = Task("evaluate", "metrics")
@@ -96,7 +96,7 @@ def build(
             axis_name=update.axis_name,
             in_roles=in_roles,
             out_roles=out_roles,
-            automatic=layout.axes.difference(layout.inner_axes),
+            automatic=layout.auto_axes.difference(layout.manual_inner_axes),
             map_with=map_with,
         )
 
@@ -111,25 +111,25 @@ def build(
         carry: Any = None,
         upcoming: Any = None,
     ) -> Any:
-        given = StepInputs(batch, weight, window, carry, upcoming)
-        of_batch = batch_roles(batch)
-        roles = INPUT_ROLES._replace(batch=of_batch, upcoming=batch_roles(upcoming))
+        inputs = StepInputs(batch, weight, window, carry, upcoming)
+        roles_of_batch = batch_roles(batch)
+        roles = INPUT_ROLES._replace(batch=roles_of_batch, upcoming=batch_roles(upcoming))
         if window is None:
             roles = roles._replace(window="shared")
         if task.method in ("update", "scan"):
-            return update.update_replicas(map_fn, mesh, state, given, roles, **static)
+            return update.update_replicas(map_fn, mesh, state, inputs, roles, **static)
         # The batch of a dispatched loss function is a result only if it is cast.
-        seen = of_batch if update.policy is not None else "batch"
+        cast_roles = roles_of_batch if update.policy is not None else "batch"
         results = {
             "metrics": "stacked",
             "carry": "device",
             "window": WINDOW_ROLES,
-            "arguments": ("stacked", seen, "device", "device"),
+            "arguments": ("stacked", cast_roles, "device", "device"),
         }
         state = without_exchange(state)
-        out = jax.tree.map(results.__getitem__, task.results)
-        of_all = (update.state_roles(state), *roles)
-        return map_fn(per_replica, of_all, out, update.map_with)(state, *given)
+        out_roles = jax.tree.map(results.__getitem__, task.results)
+        in_roles = (update.state_roles(state), *roles)
+        return map_fn(per_replica, in_roles, out_roles, update.map_with)(state, *inputs)
 
     def scan_program(state: TrainState, batch: PyTree, weight: Any = None, *_: Any) -> Any:
         def one(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
@@ -158,7 +158,7 @@ def result_shardings(
     If the compiler chose the placement of the new state, it might differ from the old one, and the
     next step would compile again. `state` has the shardings of the step's states.
     """
-    first = *axis_names(update.axis_name), *layout.inner_axes
+    first = *axis_names(update.axis_name), *layout.manual_inner_axes
     each = placement(mesh, P(first))
 
     def window_shardings() -> Any:
@@ -218,8 +218,8 @@ class RecentValues:
                 return value
         return None
 
-    def set(self, value: Any, array: Any) -> None:
-        """Remember `value` of the array."""
+    def set(self, array: Any, value: Any) -> None:
+        """Remember the value of the array."""
         self._entries = (weakref.ref(array), value), *self._entries[: _NUM_RECENT - 1]
 
 
@@ -282,11 +282,11 @@ class Phases:
         outputs, start = [], 0
         for phase, same in itertools.groupby(phases):
             stop = start + len([*same])
-            part = batches
+            some = batches
             if stop - start < length:
                 rows = partial(lax.slice_in_dim, start_index=start, limit_index=stop)
-                part = jax.tree.map(rows, batches)  # no index is copied to the devices
-            state, results = run(phase, state, part)
+                some = jax.tree.map(rows, batches)  # no index is copied to the devices
+            state, results = run(phase, state, some)
             outputs.append(results)
             start = stop
         self.advance(first, state, length)
@@ -308,17 +308,25 @@ class Phases:
             local = jax.tree.map(scalar_counter, state.exchange.local)
             skipped = int(self.sync.algorithm.skip_count(local, updates))
         counts = UpdateCounts(updates, skipped)
-        self._counts.set(counts, counter)
+        self._counts.set(counter, counts)
         return counts
 
     def advance(self, old: _State, new: _State, updates: int = 1) -> None:
         """Count updates between two states on the host, if those before are known."""
         counts = self._counts.get(old.step)
         if counts is not None:
-            self._counts.set(counts._replace(updates=counts.updates + updates), new.step)
+            self._counts.set(new.step, counts._replace(updates=counts.updates + updates))
 
 
 @jax.jit
 def _concatenate(results: list[PyTree]) -> PyTree:
     """Return the results of several runs of updates as one."""
     return jax.tree.map(lambda *x: jnp.concatenate(x), *results)
+
+
+def scalar_counter(x: Any) -> Any:
+    """Return a counter, equal on all replicas, as a NumPy scalar; other leaves unchanged."""
+    if np.ndim(x) != 1 or not np.issubdtype(x.dtype, np.integer):
+        return x
+    local = x.addressable_data(0) if isinstance(x, jax.Array) else x
+    return np.asarray(jax.device_get(local))[0]

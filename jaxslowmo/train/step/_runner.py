@@ -28,11 +28,10 @@ from ._checks import (
     check_num_replicas,
     check_optimizer_state,
     check_same_model,
-    check_state,
     check_state_sharding,
     check_window,
-    delete_gradients,
-    without_optimizer,
+    check_window_weight,
+    checked_structure_change,
 )
 from ._dispatched import DispatchedGradients, WithResults
 from ._first_run import program_checks
@@ -40,19 +39,19 @@ from ._gradients import GradientWindow, Metrics, StepInputs
 from ._in_flight import StepsInFlight
 from ._overlapped_exchanges import OverlappedExchanges
 from ._programs import EVALUATE, Mode, Phases, RecentValues, ShardTypes, Task
-from ._update import Layout, Update
+from ._update import Layout, Update, without_optimizer
 
 
-class Room(NamedTuple):
-    """The room that is left in a window for the rows of further batches.
+class WindowCapacity(NamedTuple):
+    """The capacity of a window for the rows of further batches.
 
     Attributes:
       num_batches: number of further batches that fit.
-      share: structure and types of one device's part of each; None if nothing fits.
+      shard_types: structure and types of one device's part of each; None if nothing fits.
     """
 
     num_batches: int
-    share: ShardTypes | None
+    shard_types: ShardTypes | None
 
 
 class Runner:
@@ -61,7 +60,7 @@ class Runner:
     The states of a step lie as the first one that it makes or is given; later ones are moved there.
 
     Args:
-      update: the parts of the step.
+      update: the update of the step.
       embeddings: the tables; None without.
       mesh: the step's mesh.
       mode: `"traced"` or `"host"`.
@@ -70,9 +69,9 @@ class Runner:
       compiler_options: options for the compiler of every program.
 
     Attributes:
-      parts: the parts of the step.
+      update: the update of the step.
       embeddings: the tables; None without.
-      update: the parts, for the layout of the states.
+      bound_update: the update for the layout of the states, with `sync` bound to their parameters.
       layout: the layout of the states.
       placer: the object that places batches on the devices.
     """
@@ -87,11 +86,11 @@ class Runner:
         donate: bool,
         compiler_options: CompilerOptions,
     ) -> None:
-        self.parts, self.mesh, self.mode = update, mesh, mode
+        self.update, self.mesh, self.mode = update, mesh, mode
         self._donates, self._options, self._warn = donate, compiler_options, warn_once()
         self.embeddings, self._ahead = embeddings, None if embeddings is None else PrefetchOptions()
         self.layout = update.layout(mesh, frozenset(), None, None)
-        self.update = update.with_layout(self.layout)
+        self.bound_update = update.with_layout(self.layout)
         self.shardings: TrainState | None = None  # of the step's states; None before the first one
         self._has_layout = False  # whether a state has said where the step's states lie
         self._names: list[str] = []  # of the parameters of that state
@@ -103,9 +102,9 @@ class Runner:
         self._in_flight = StepsInFlight()
         self._program_checks = program_checks(
             *(mesh, update.axis_name, update.map_with, update.gradients, update.sync),
-            check_compiled=update.program.check_compiled,
+            check_compiled=update.loss_program.check_compiled,
         )
-        self.phases, self._rooms = Phases(update.sync, mode), RecentValues()
+        self.phases, self._capacities = Phases(update.sync, mode), RecentValues()
         # The last state that a program has made: its counter, and the rest as long as that lives.
         self._last_state: tuple[Any, tuple[Any, ...]] = (lambda: None, ())
         self._known_kinds: set[Any] = set()  # kinds of states that passed the checks
@@ -116,34 +115,34 @@ class Runner:
     # States.
 
     def accept_state(
-        self, state: TrainState, *, updates: bool = True, runs: bool = True
+        self, state: TrainState, *, needs_opt_state: bool = True, is_executed: bool = True
     ) -> TrainState:
         """Return a state where the step's states lie; raise `ValueError` for one that is none.
 
         Args:
           state: the state.
-          updates: whether its optimizer state is used.
-          runs: whether a program takes it; if not, it may have been donated.
+          needs_opt_state: whether its optimizer state is used.
+          is_executed: whether a program takes it; if not, it may have been donated.
         """
         if self._is_last_state(state):
-            if runs and state.step.is_deleted():
+            if is_executed and state.step.is_deleted():
                 check_donation(state)
             return state
         check_is_state(state)
-        if runs:
+        if is_executed:
             check_donation(state)
         leaves, structure = jax.tree.flatten(state)
         places = tuple(map(type_and_sharding, leaves))
-        kind = None if None in places else (structure, places, updates)
+        kind = None if None in places else (structure, places, needs_opt_state)
         if kind in self._known_kinds:
             return state
-        check_num_replicas(state, self.parts, self.mesh)
-        if updates:
-            check_exchange_state(state, self.parts, self.mesh)
-        if updates and not self._is_checked:
-            check_optimizer_state(state, self.parts, self.mesh)
-        state = self._place_state(state, updates=updates)
-        if updates:
+        check_num_replicas(state, self.update, self.mesh)
+        if needs_opt_state:
+            check_exchange_state(state, self.update, self.mesh)
+        if needs_opt_state and not self._is_checked:
+            check_optimizer_state(state, self.update, self.mesh)
+        state = self._place_state(state, needs_opt_state=needs_opt_state)
+        if needs_opt_state:
             self.check(state)
         if kind is not None and all(map(operator.is_, leaves, jax.tree.leaves(state))):
             self._known_kinds.add(kind)
@@ -170,8 +169,8 @@ class Runner:
     def check(self, state: TrainState) -> None:
         """Raise `ValueError` for errors that only a state shows."""
         is_first = not self._is_checked
-        changes = check_state(
-            state, self.update, self.mesh, self.mode, self._warn, is_first=is_first
+        changes = checked_structure_change(
+            state, self.bound_update, self.mesh, self.mode, self._warn, is_first=is_first
         )
         self._is_checked, self._changes = True, self._changes or changes
 
@@ -182,7 +181,7 @@ class Runner:
         self.check(state)
         return state
 
-    def _place_state(self, state: TrainState, *, updates: bool = True) -> TrainState:
+    def _place_state(self, state: TrainState, *, needs_opt_state: bool = True) -> TrainState:
         """Return the state where the step's states lie; the first one says where that is.
 
         One that is only evaluated may lack, or have, what an update alone needs.
@@ -191,57 +190,58 @@ class Runner:
         if any(isinstance(x, Tracer) for x in leaves):
             if not self._has_layout:
                 self._set_layout(
-                    self.parts.layout(self.mesh, frozenset(), None, state.params), state
+                    self.update.layout(self.mesh, frozenset(), None, state.params), state
                 )
             return state
         if not self._has_layout:
-            axes = model_axes(state.params, self.mesh, self.parts.axis_name)
+            axes = model_axes(state.params, self.mesh, self.update.axis_name)
             specs = inner_specs(state.params, axes) if axes else None
-            layout = self.parts.layout(self.mesh, axes, specs, state.params)
-            check_state_sharding(layout.axes, state, self.mesh, self.parts.axis_name)
+            layout = self.update.layout(self.mesh, axes, specs, state.params)
+            check_state_sharding(layout.auto_axes, state, self.mesh, self.update.axis_name)
             self._set_layout(layout, state)
             self._has_layout, self._names = True, leaf_names(state.params)
         check_same_model(state.params, self._names)
-        check_state_sharding(self.layout.axes, state, self.mesh, self.parts.axis_name)
-        where = self._state_shardings(state) if self.shardings is None else self.shardings
-        if updates:
-            self.shardings = where
-        if jax.tree.structure(where) != jax.tree.structure(state):
+        check_state_sharding(self.layout.auto_axes, state, self.mesh, self.update.axis_name)
+        targets = self._state_shardings(state) if self.shardings is None else self.shardings
+        if needs_opt_state:
+            self.shardings = targets
+        if jax.tree.structure(targets) != jax.tree.structure(state):
             return state  # without what an update alone needs, or in another container
-        return jax.tree.map(self._move_leaf, state, where)
+        return jax.tree.map(self._move_leaf, state, targets)
 
-    def _move_leaf(self, x: Any, where: NamedSharding) -> Any:
+    def _move_leaf(self, x: Any, target: NamedSharding) -> Any:
         if isinstance(x, int | float | np.generic):
             return x  # assigned to a hyperparameter; the update replaces it
         if isinstance(x, jax.ShapeDtypeStruct):
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)
         has_place = isinstance(x, jax.Array) and x.committed
-        if has_place and x.sharding.is_equivalent_to(where, x.ndim):
+        if has_place and x.sharding.is_equivalent_to(target, x.ndim):
             return x
         if has_place and not self._has_moved:
             self._has_moved = True
             self._warn(
                 "`state` lies elsewhere than the first state of this step, and is moved there: of "
-                f"one array from {x.sharding} to {where}. Make a step for each layout."
+                f"one array from {x.sharding} to {target}. Make a step for each layout."
             )
-        return jax.device_put(x, where)
+        return jax.device_put(x, target)
 
     def _state_shardings(self, state: TrainState) -> Any:
         """Return where the leaves of a state lie, or shall lie where they have no place yet."""
-        sync, where = self.update.sync, {"mesh": self.mesh, "axis_name": self.parts.axis_name}
-        group = ReplicaGroup(self.parts.axis_name)
+        sync = self.bound_update.sync
+        group = ReplicaGroup(self.update.axis_name)
         if sync is not None and sync.algorithm.groups:
             group = sync.algorithm.groups[-1]
-        own = state._replace(exchange=state.exchange._replace(shared=()))
-        own, shared = shardings(
-            replica_types(own),
+        local = state._replace(exchange=state.exchange._replace(shared=()))
+        local, shared = shardings(
+            replica_types(local),
             state.exchange.shared,
             replica_types(state.params),
             group,
             param_specs=self.layout.specs,
-            **where,
+            mesh=self.mesh,
+            axis_name=self.update.axis_name,
         )
-        default = own._replace(exchange=own.exchange._replace(shared=shared))
+        default = local._replace(exchange=local.exchange._replace(shared=shared))
 
         def place(x: Any, otherwise: NamedSharding) -> NamedSharding:
             known = getattr(x, "sharding", None)
@@ -252,11 +252,11 @@ class Runner:
         return jax.tree.map(place, state, default)
 
     def _set_layout(self, layout: Layout, state: TrainState) -> None:
-        update = self.parts.with_layout(layout)
+        update = self.update.with_layout(layout)
         if update.sync is not None and update.sync.algorithm.needs:
             sync = update.sync.bound(dict(self.mesh.shape), replica_types(state.params))
             update = replace(update, sync=sync)
-        self.update, self.layout, self.phases.sync = update, layout, update.sync
+        self.bound_update, self.layout, self.phases.sync = update, layout, update.sync
         overlapped = None if update.sync is None else update.sync.algorithm.overlapped
         if self.mode == "host" and overlapped is not None and self._overlapped is None:
             self._overlapped = OverlappedExchanges(overlapped, self.mesh, update.axis_name)
@@ -265,7 +265,7 @@ class Runner:
 
     def place(self, batch: PyTree, weight: Any = None, *, check_ids: bool = True) -> Any:
         """Return a batch and its weight, placed on the devices; see `TrainStep.place`."""
-        axes = self.layout.data_axes
+        axes = self.layout.batch_axes
         return self.placer.check_and_place(batch, weight, axes, check_ids=check_ids)
 
     def checked_inputs(
@@ -274,14 +274,15 @@ class Runner:
         """Return the arguments of a step, checked, compared between processes, and placed."""
         state = self.accept_state(state)
         batch, weight = self.place(batch, weight)
-        self.check_window(window, state, weight)
+        self.check_window(window, state)
+        check_window_weight(window, weight)
         return state, StepInputs(batch, weight, window)
 
-    def check_window(self, window: Any, state: TrainState, weight: Any = ...) -> None:
+    def check_window(self, window: Any, state: TrainState) -> None:
         """Raise `ValueError` unless `window` is an unused window of this state, or None."""
         if window is not None:
-            dense = state._replace(params=self.parts.dense(state.params))
-            check_window(window, dense, weight)
+            dense = state._replace(params=self.update.dense(state.params))
+            check_window(window, dense)
 
     # Tasks.
 
@@ -290,16 +291,16 @@ class Runner:
         state: TrainState,
         inputs: StepInputs,
         ahead: PrefetchOptions | None = None,
-        share: ShardTypes | None = None,
+        shard_types: ShardTypes | None = None,
     ) -> tuple[TrainState, Metrics, PrefetchedRows | None]:
         """Run one update; record layout and counters of the new state without reading them.
 
-        The inputs hold a batch, a window of gradients, or both; without a batch `share` describes
-        the last one of the window.
+        The inputs hold a batch, a window of gradients, or both; without a batch `shard_types`
+        describes the last one of the window.
         """
         self._replace_numbers(state)
         self.placer.check_counts()
-        task = self._update_task(state, ahead, share)
+        task = self._update_task(state, ahead, shard_types)
         if self._overlapped is None:
             new, metrics, carry = self.run(task, state, inputs)
         else:
@@ -321,21 +322,21 @@ class Runner:
         """Run an update for each of several batches; see `TrainStep.scan`."""
         state = self.accept_state(state)
         has_tables = self.embeddings is not None
-        if has_tables or isinstance(self.parts.batches, DispatchedGradients):
+        if has_tables or isinstance(self.update.differentiated_loss, DispatchedGradients):
             what = "`embeddings`" if has_tables else 'a pipeline with `executor`="host"'
             raise ValueError(
                 f"scan: a step with {what} works on the host between updates: call it for each "
                 "batch (js.train_loop without `steps_per_call`)."
             )
-        axes = self.layout.data_axes
+        axes = self.layout.batch_axes
         if self._overlapped is not None and self._overlapped.overlaps:
             return self._scan_one_by_one(state, batches, weight)
         batches, weight, length = self.placer.place_batches(batches, weight, axes)
         self._replace_numbers(state)
 
-        def run(phase: Phase | None, state: TrainState, part: PyTree) -> Any:
+        def run(phase: Phase | None, state: TrainState, batches: PyTree) -> Any:
             task = Task.create("scan", ("state", "metrics"), "state", phase=phase)
-            return self.run(task, state, StepInputs(part, weight))
+            return self.run(task, state, StepInputs(batches, weight))
 
         state, metrics = self.phases.scan(state, batches, length, run)
         self.record_run(StepInputs(batches), metrics)
@@ -346,13 +347,13 @@ class Runner:
         self, state: TrainState, batches: PyTree, weight: Any
     ) -> tuple[TrainState, Metrics]:
         """Run the updates in a program each, beside which the exchange goes on."""
-        found = []
+        each_metrics = []
         for i in range(len(jax.tree.leaves(batches)[0])):
             batch = jax.tree.map(lambda x, i=i: x[i], batches)
             state, inputs = self.checked_inputs(state, batch, weight, None)
             state, metrics, _ = self.run_update(state, inputs)
-            found.append(metrics)
-        return state, stack(found)
+            each_metrics.append(metrics)
+        return state, stack(each_metrics)
 
     def apply(self, state: TrainState, window: GradientWindow) -> tuple[TrainState, Metrics]:
         """Run one update with the gradients in a window."""
@@ -372,32 +373,34 @@ class Runner:
         """Add a batch to a window, or to a new one if there is none."""
         self.placer.check_counts()
         ahead = ahead or self._ahead
-        inputs = self.dispatch_loss(_collect(ahead, fits=True), state, inputs)
+        inputs = self.dispatch_loss(_collect_task(ahead, fits_window=True), state, inputs)
         leaves, structure = jax.tree.flatten(
-            self.placer.shard_types(inputs.batch, self.layout.data_axes)
+            self.placer.shard_types(inputs.batch, self.layout.batch_axes)
         )
-        self._collected = share = structure, tuple(leaves)
+        self._collected = shard_types = structure, tuple(leaves)
         if inputs.window is not None:
-            room = self._rooms.get(inputs.window.count) or Room(0, None)
+            capacity = self._capacities.get(inputs.window.count) or WindowCapacity(0, None)
         else:
             # For the first batch at least: jaxlib 0.11 fails on CPU devices with empty arrays.
-            room = Room(0 if self.embeddings is None else max(1, num_batches), share)
+            num_batches = 0 if self.embeddings is None else max(1, num_batches)
+            capacity = WindowCapacity(num_batches, shard_types)
             first = StepInputs(inputs.batch, inputs.weight)
-            opens = Task.create("open_window", "window", num_batches=room.num_batches)
+            opens = Task.create("open_window", "window", num_batches=num_batches)
             window = self.run(opens, state, first)
             inputs = inputs._replace(window=window)
-        fits = self.embeddings is None or (room.num_batches > 0 and room.share == share)
-        task = _collect(ahead, fits=fits)
+        has_place = capacity.num_batches > 0 and capacity.shard_types == shard_types
+        fits_window = self.embeddings is None or has_place
+        task = _collect_task(ahead, fits_window=fits_window)
         window, metrics, carry = self.run(task, state, inputs)
-        if room.num_batches and not isinstance(window.count, Tracer):
-            left = room._replace(num_batches=room.num_batches - 1) if fits else room
-            self._rooms.set(left, window.count)
+        if capacity.num_batches and not isinstance(window.count, Tracer):
+            left = capacity.num_batches - fits_window
+            self._capacities.set(window.count, capacity._replace(num_batches=left))
         self.record_run(inputs, metrics)
         return window, metrics, carry
 
     def evaluate(self, state: TrainState, batch: PyTree, weight: Any) -> Metrics:
         """Return the metrics of a batch by a forward pass."""
-        state = self.accept_state(state, updates=False)
+        state = self.accept_state(state, needs_opt_state=False)
         inputs = StepInputs(*self.place(batch, weight))
         self.placer.check_counts()
         metrics = self.run(EVALUATE, without_optimizer(state), inputs)
@@ -408,16 +411,16 @@ class Runner:
 
     def run(self, task: Task, state: TrainState, inputs: StepInputs) -> Any:
         """Run the program of a task and return its results."""
-        program = self.program(task, state, inputs)
+        program = self.jitted(task, state, inputs)
         inputs = self.dispatch_loss(task, state, inputs)
         for before_run in self._program_checks:
             phase = dict(task.static).get("phase")
             before_run(program, task.method, phase, state, *inputs)
         return program(state, *inputs)
 
-    def program(self, task: Task, state: TrainState, inputs: StepInputs) -> Any:
+    def jitted(self, task: Task, state: TrainState, inputs: StepInputs) -> Any:
         """Return the jitted program of a task, built at its first use."""
-        if (before_run := self.parts.program.before_run) is not None:
+        if (before_run := self.update.loss_program.before_run) is not None:
             before_run()
         leaves = jax.tree.leaves((state.step, inputs.batch)) if self._options else ()
         if any(isinstance(x, Tracer) for x in leaves):
@@ -429,20 +432,20 @@ class Runner:
         is_inside = isinstance(state.step, Tracer)
         key = task, jax.tree.structure(inputs.window), is_inside
         if key not in self._programs:
-            where = None
+            out_shardings = None
             if self.shardings is not None and not is_inside:
                 pins = self.shardings
                 if self._changes:  # the compiler says where the optimizer's state lies
                     pins = pins._replace(opt_state=None)
-                where = programs.result_shardings(
-                    task, self.update, self.layout, self.mesh, pins, inputs
+                out_shardings = programs.result_shardings(
+                    task, self.bound_update, self.layout, self.mesh, pins, inputs
                 )
-            self._programs[key] = self._build(task, self.mesh, where)
+            self._programs[key] = self._build(task, self.mesh, out_shardings)
         return self._programs[key]
 
     def _build(self, task: Task, mesh: Any, out_shardings: Any = None) -> Any:
         return programs.build(
-            *(task, self.update, self.layout, mesh),
+            *(task, self.bound_update, self.layout, mesh),
             donates=self._donates,
             compiler_options=self._options,
             out_shardings=out_shardings,
@@ -452,45 +455,47 @@ class Runner:
         self, state: TrainState, inputs: StepInputs, ahead: PrefetchOptions | None = None
     ) -> jax.stages.Lowered:
         """Return the lowered program of an update; nothing runs."""
-        state = self.accept_state(state, runs=False)
+        state = self.accept_state(state, is_executed=False)
         return self._trace(self._update_task(state, ahead), state, inputs, self.mesh).lower()
 
     def trace_update(
         self, state: TrainState, batch: PyTree, phase: Phase | None
     ) -> jax.stages.Traced:
         """Return the traced program of an update in a phase; see `TrainStep.traced_by_phase`."""
-        state, task = self.accept_state(state, runs=False), _update(phase, self._ahead)
+        state, task = self.accept_state(state, is_executed=False), _update_task(phase, self._ahead)
         return self._trace(task, state, StepInputs(batch), with_device_per_position(self.mesh))
 
     def _trace(
         self, task: Task, state: TrainState, inputs: StepInputs, mesh: Any
     ) -> jax.stages.Traced:
-        axes = self.layout.data_axes
+        axes = self.layout.batch_axes
         batch, weight = self.placer.place(inputs.batch, inputs.weight, axes)
         upcoming, _ = self.placer.place(inputs.upcoming, None, axes)
         inputs = inputs._replace(batch=batch, weight=weight, upcoming=upcoming)
         self._replace_numbers(state)
-        is_own = mesh is self.mesh
-        program = self.program(task, state, inputs) if is_own else self._build(task, mesh)
-        return program.trace(state, *self.dispatch_loss(task, state, inputs, runs=False))
+        is_cached = mesh is self.mesh
+        program = self.jitted(task, state, inputs) if is_cached else self._build(task, mesh)
+        inputs = self.dispatch_loss(task, state, inputs, is_executed=False)
+        return program.trace(state, *inputs)
 
     def ready_order(self, state: TrainState, batch: PyTree) -> tuple[int, ...] | None:
         """Return the order in which gradients are ready; see `TrainStep.ready_order`."""
-        if isinstance(self.parts.batches, DispatchedGradients):
+        if isinstance(self.update.differentiated_loss, DispatchedGradients):
             return None
-        state = self.accept_state(state, updates=False, runs=False)
-        share = self.placer.shard_types(as_arrays(batch), self.layout.data_axes)
+        state = self.accept_state(state, needs_opt_state=False, is_executed=False)
+        shard = self.placer.shard_types(as_arrays(batch), self.layout.batch_axes)
         params, model_state = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state.params, state.model_state)
         )
         try:
-            params, share = self.parts.loss_input_types(params, share)
-            return ready_order(self.update.batches.loss, params, share, model_state=model_state)
+            params, shard = self.update.loss_input_types(params, shard)
+            loss = self.bound_update.differentiated_loss.loss
+            return ready_order(loss, params, shard, model_state=model_state)
         except NameError:  # unbound axis name
             return None
 
     def dispatch_loss(
-        self, task: Task, state: TrainState, inputs: StepInputs, *, runs: bool = True
+        self, task: Task, state: TrainState, inputs: StepInputs, *, is_executed: bool = True
     ) -> StepInputs:
         """Return the inputs with a dispatched loss function's results in place of the batch.
 
@@ -498,18 +503,20 @@ class Runner:
           task: the task of the program that takes the inputs.
           state: the state at which the loss function is computed.
           inputs: inputs with a placed batch; returned unchanged if there is nothing to dispatch.
-          runs: whether to compute the results; False returns their types.
+          is_executed: whether to compute the results; False returns their types.
         """
-        batches = self.update.batches
+        loss = self.bound_update.differentiated_loss
         is_ready = inputs.batch is None or isinstance(inputs.batch, WithResults)
-        if is_ready or not isinstance(batches, DispatchedGradients):
+        if is_ready or not isinstance(loss, DispatchedGradients):
             return inputs
         state = without_optimizer(state)
-        which = batches.task(task, inputs)
-        program = self.program(which, state, inputs)
-        arguments = (program if runs else partial(jax.eval_shape, program))(state, *inputs)
-        return batches.dispatch_loss(
-            which, state, inputs, arguments, compiler_options=self._options, runs=runs
+        task = loss.task(task, inputs)
+        program = self.jitted(task, state, inputs)
+        arguments = (program if is_executed else partial(jax.eval_shape, program))(state, *inputs)
+        return loss.dispatch_loss(
+            *(task, state, inputs, arguments),
+            compiler_options=self._options,
+            is_executed=is_executed,
         )
 
     def record_run(self, inputs: StepInputs, metrics: Metrics) -> None:
@@ -518,13 +525,16 @@ class Runner:
         self.placer.record_counts(inputs.batch, metrics)
 
     def _update_task(
-        self, state: TrainState, ahead: PrefetchOptions | None, share: ShardTypes | None = None
+        self,
+        state: TrainState,
+        ahead: PrefetchOptions | None,
+        shard_types: ShardTypes | None = None,
     ) -> Task:
         """Return the task of the next update; one program serves all phases in a traced step."""
         phase = self.phases.program_phase(state)
         if phase is not None and self._overlapped is not None:
             phase = self._overlapped.phase(phase)
-        return _update(phase, ahead or self._ahead, share)
+        return _update_task(phase, ahead or self._ahead, shard_types)
 
     def _replace_numbers(self, state: TrainState) -> None:
         """Replace plain numbers assigned to hyperparameters by arrays over the replicas."""
@@ -535,16 +545,28 @@ class Runner:
 
 
 @lru_cache(maxsize=256)
-def _update(
-    phase: Phase | None, ahead: PrefetchOptions | None, share: ShardTypes | None = None
+def _update_task(
+    phase: Phase | None, ahead: PrefetchOptions | None, shard_types: ShardTypes | None = None
 ) -> Task:
-    """Return the task of an update; of a window alone `share` describes the last batch."""
+    """Return the task of an update; of a window alone `shard_types` describes the last batch."""
     results = "state", "metrics", "carry"
-    return Task.create("update", results, "state", phase=phase, ahead=ahead, like=share)
+    return Task.create("update", results, "state", phase=phase, ahead=ahead, like=shard_types)
 
 
-def _collect(ahead: PrefetchOptions | None, *, fits: bool) -> Task:
-    """Return the task of adding a batch to a window, in its room if it `fits`, else after it."""
+def _collect_task(ahead: PrefetchOptions | None, *, fits_window: bool) -> Task:
+    """Return the task of adding a batch to a window, which grows unless its rows have a place."""
     results = "window", "metrics", "carry"
     # jax warns of donated buffers that no result can reuse, as those of a window that grows.
-    return Task.create("collect", results, "window" if fits else None, ahead=ahead, fits=fits)
+    donated = "window" if fits_window else None
+    return Task.create("collect", results, donated, ahead=ahead, fits_window=fits_window)
+
+
+def delete_gradients(window: GradientWindow) -> None:
+    """Delete the gradients of a window that an update has used.
+
+    They cannot be donated, since no result of the update has their shapes. Their memory is freed
+    when the update has run.
+    """
+    for x in jax.tree.leaves(window.grads.sum):
+        if not isinstance(x, Tracer):
+            x.delete()

@@ -53,10 +53,9 @@ class TrainStep:
 
     def __init__(self, runner: Runner, host_batch: HostBatch, settings: Mapping[str, Any]) -> None:
         self._runner, self._settings = runner, settings
-        parts = runner.parts
-        self.mesh, self.axis_name, self.mode = runner.mesh, parts.axis_name, runner.mode
+        self.mesh, self.axis_name, self.mode = runner.mesh, runner.update.axis_name, runner.mode
         self.embeddings = runner.embeddings
-        self.sync = parts.sync
+        self.sync = runner.update.sync
         self.host_batch: HostBatch = host_batch
 
     def init(
@@ -75,20 +74,22 @@ class TrainStep:
         """
         placement: dict[str, Any] = {"mesh": self.mesh, "axis_name": self.axis_name}
         compare_settings({"seed": seed, **self._settings})
-        parts = self._runner.parts
+        update = self._runner.update
         has_tables = isinstance(params, WithTables)
         dense = params.dense if has_tables else params
         # Both checks come before the forms, so that errors have the user's names of leaves.
         check_arrays("`params`", dense)
         check_trainable(dense)
-        dense = parts.program.params_form(dense)
+        dense = update.loss_program.params_form(dense)
         params = params._replace(dense=dense) if has_tables else dense
-        model_state = parts.program.model_state_form({} if model_state is None else model_state)
-        stacked = parts.replicate_params(params, seed, self.mesh)
+        model_state = update.loss_program.model_state_form(
+            {} if model_state is None else model_state
+        )
+        stacked = update.replicate_params(params, seed, self.mesh)
         if jax.process_count() > 1:
-            types = state_types(parts.optimizer, parts.dense(stacked), **placement)
+            types = state_types(update.optimizer, update.dense(stacked), **placement)
             compare_settings({"optimizer.init(params)": describe(types)})
-        gradients, optimizer = parts.init_optimizers(stacked, self.mesh)
+        gradients, optimizer = update.init_optimizers(stacked, self.mesh)
         if opt_state is not None:
             one = jax.tree.structure(jax.tree.map(lambda x: 0, optimizer))
             if jax.tree.structure(opt_state) != one:
@@ -105,7 +106,7 @@ class TrainStep:
             opt_state=optimizer,
             model_state=with_own_keys("model_state", states, **placement),
             rng=replica_keys(seed, self.mesh, self.axis_name),
-            exchange=StepExchange(*parts.init_exchange(stacked, self.mesh), gradients),
+            exchange=StepExchange(*update.init_exchange(stacked, self.mesh), gradients),
         )
         return self._runner.accept_initial_state(state)
 
@@ -118,7 +119,7 @@ class TrainStep:
 
         Communication: what is needed to move arrays.
         """
-        return self._runner.accept_state(state, runs=False)
+        return self._runner.accept_state(state, is_executed=False)
 
     def phase(self, t: int) -> Phase:
         """Return the phase of update t = 1, 2, ...: the exchanges of `sync`; `()` without one."""
@@ -263,8 +264,8 @@ class TrainStep:
           state are reduced once, in the update.
         """
         state, inputs = self._runner.checked_inputs(state, batch, weight, window)
-        room = checked_int("`num_batches` counts batches of a window and", num_batches, 0)
-        return self._runner.collect(state, inputs, room)[:2]
+        num_batches = checked_int("`num_batches` counts batches of a window and", num_batches, 0)
+        return self._runner.collect(state, inputs, num_batches)[:2]
 
     def apply(self, state: TrainState, window: GradientWindow) -> tuple[TrainState, Metrics]:
         """Run one update with the mean of the batches in a window, without another batch.
@@ -324,7 +325,7 @@ class TrainStep:
         Communication: host to device; between processes that of a call, which then has none.
         """
         if state is not None:
-            self._runner.accept_state(state, updates=False, runs=False)
+            self._runner.accept_state(state, needs_opt_state=False, is_executed=False)
         return self._runner.place(batch, weight, check_ids=check_ids)
 
     def evaluate(self, state: TrainState, batch: PyTree, weight: Any = None) -> Metrics:
@@ -496,49 +497,51 @@ def make_train_step(
     if embeddings is not None:
         check_with_tables(gradients)
         embeddings = tables_for_mesh(embeddings, mesh, axis_name)
-    program = LossProgram.from_loss_fn(loss_fn)
-    program.check_mesh(mesh)
+    loss_program = LossProgram.from_loss_fn(loss_fn)
+    loss_program.check_mesh(mesh)
     if map_with == "vmap":
         what = "`embeddings`" if embeddings is not None else None
         what = '`model_state`="broadcast"' if model_state == "broadcast" else what
-        what = "a pipelined `loss_fn`" if program.param_types is not None else what
+        what = "a pipelined `loss_fn`" if loss_program.param_types is not None else what
         if what is not None:
             raise ValueError(
                 f'`map_with`="vmap" maps the loss, in which {what} communicates: use "shard_map".'
             )
-    loss = as_full_loss(program.quotient_loss or loss_fn)
-    optimizer = over_stages(program.tied_transform(optimizer))
-    if program.param_types is not None:  # refuses at once what takes leaves of several stages
-        jax.eval_shape(optimizer.init, program.param_types)
+    loss = as_full_loss(loss_program.quotient_loss or loss_fn)
+    optimizer = over_stages(loss_program.tied_transform(optimizer))
+    if loss_program.param_types is not None:  # refuses at once what takes leaves of several stages
+        jax.eval_shape(optimizer.init, loss_program.param_types)
     if gradients is not None and spec_of(gradients).clips:
-        gradients = program.tied_transform(gradients)
+        gradients = loss_program.tied_transform(gradients)
     differentiation: dict[str, Any] = {
         "axis_name": axis_name,
-        "model_state": "local" if independent else model_state,
+        "model_state_mode": "local" if independent else model_state,
         "unscales": "unscaled" in spec_of(optimizer).takes,
     }
-    if program.dispatch is not None:
-        batches = DispatchedGradients.from_loss(
-            program.dispatch, loss, policy, num_microbatches, **differentiation
+    if loss_program.dispatch is not None:
+        differentiated_loss = DispatchedGradients.from_loss(
+            loss_program.dispatch, loss, policy, num_microbatches, **differentiation
         )
     else:
         if policy is not None:
             loss = apply_policy(policy, loss)
-        batches = BatchGradients(loss=loss, accumulate=num_microbatches, **differentiation)
-    step = Update(
-        batches=batches,
+        differentiated_loss = BatchGradients(
+            loss=loss, accumulate=num_microbatches, **differentiation
+        )
+    update = Update(
+        differentiated_loss=differentiated_loss,
         gradients=None if gradients is None else checked_gradients(gradients),
         optimizer=optimizer,
         sync=None if exchange is None else exchange.bound(dict(mesh.shape)),
         axis_name=axis_name,
-        program=program,
+        loss_program=loss_program,
         independent=independent,
         policy=policy,
         map_with=map_with,
     )
     if embeddings is not None:
-        step = UpdateWithTables.from_dense_update(step, embeddings)
-    runner = Runner(step, embeddings, mesh, mode, host_batch, donate, options)
+        update = UpdateWithTables.from_dense_update(update, embeddings)
+    runner = Runner(update, embeddings, mesh, mode, host_batch, donate, options)
     return TrainStep(runner, host_batch, settings)
 
 

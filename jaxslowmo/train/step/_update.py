@@ -1,6 +1,6 @@
 """One update of one replica, from top to bottom: gradients, their reduction, optimizer, exchange.
 
-Then what a part of the step leaves to the others, and the states of its parts and their layout.
+Then what an argument of the step leaves to the others, the states, and their layout.
 """
 
 import dataclasses
@@ -60,6 +60,14 @@ from ...transform import (
 )
 from ...tree import apply_exactly, parts_of
 from .._train_state import StepExchange, TrainState
+from ._averaging import (
+    USE_CHAIN,
+    Averaging,
+    Weights,
+    accepted_arguments,
+    optimizer_rate,
+    raising_value_fn,
+)
 from ._gradients import (
     BatchGradients,
     Gradients,
@@ -74,73 +82,86 @@ from ._gradients import (
     statistics,
     with_statistics,
 )
-from ._optimized import (
-    USE_CHAIN,
-    Averaging,
-    Weights,
-    accepted_arguments,
-    optimizer_rate,
-    raising_value_fn,
-)
 
 
 class Layout(NamedTuple):
     """How the leaves of a step's parameters are sharded inside a replica.
 
     Attributes:
-      axes: the axes inside a replica that the compiler handles.
+      auto_axes: the axes inside a replica that the compiler handles, and that of the tables.
       specs: a `PartitionSpec` per leaf over these axes; None if there are no such axes.
-      inner_axes: axes inside a replica that are mapped; a loss sees the examples of one device.
-      data_axes: all axes over which a batch is split on devices, replica axes first.
+      manual_inner_axes: axes inside a replica that are mapped; a loss sees the examples of one
+        device.
+      batch_axes: all axes over which a batch is split on devices, replica axes first.
       num_devices: the number of devices on which the examples lie that a loss sees.
     """
 
-    axes: frozenset[str]
+    auto_axes: frozenset[str]
     specs: PyTree | None
-    inner_axes: tuple[str, ...]
-    data_axes: tuple[str, ...]
+    manual_inner_axes: tuple[str, ...]
+    batch_axes: tuple[str, ...]
     num_devices: int = 1
 
 
 class ReducedGradients(NamedTuple):
-    """Averaged gradients, and values that were averaged in the same way."""
+    """Averaged gradients, and values that were averaged in the same way.
+
+    Attributes:
+      grads: the gradients after the gradient transform.
+      state: the state of the gradient transform.
+      loss: () the averaged loss; None if a transform that declares nothing averaged the gradients.
+      axes: the replica axes over which some update averages gradients.
+      weights: the weights of this replica in what follows.
+      loss_weight: () the weight of this replica in means of gradients and losses; None: all equal.
+    """
 
     grads: PyTree
-    state: PyTree  # state of the gradient transform
-    loss: jax.Array | None  # None if an unknown transform averaged the gradients
-    axes: set[str]  # replica axes over which some update averages
-    weights: Weights  # this replica's in what follows
-    loss_weight: jax.Array | None  # and in means of gradients and losses
+    state: PyTree
+    loss: jax.Array | None
+    axes: set[str]
+    weights: Weights
+    loss_weight: jax.Array | None
 
 
 class PendingUpdate(NamedTuple):
-    """An update before the exchange of parameters."""
+    """An update before the exchange of parameters.
+
+    Attributes:
+      updates: the updates of the parameters.
+      gradients_state: the state of the gradient transform after the update.
+      optimizer_state: the state of the optimizer after the update.
+      model_state: model state after the update.
+      batch_weight: () the weight of this replica in its batch; None if all are equal.
+      exchange_weight: () `Weights.exchange_weight` of this replica.
+      is_follower: () bool, `Weights.is_follower` of this replica.
+      is_active: () bool, whether this replica changes its state; None: all do.
+      rate: the learning rate that the optimizer used; None if `sync` does not need it.
+      step: () int32, the number of this update.
+    """
 
     updates: PyTree
     gradients_state: PyTree
     optimizer_state: PyTree
     model_state: PyTree
-    weight: jax.Array | None  # this replica's weight in its batch
-    weights: Weights  # and in what follows
-    is_follower: jax.Array | None  # `Weights.is_follower`, computed on the same devices
-    is_active: jax.Array | None  # () bool, whether this replica changes its state; None: yes
-    rate: jax.Array | None  # learning rate that the optimizer used, if `sync` needs it
-    step: jax.Array  # number of this update
+    batch_weight: jax.Array | None
+    exchange_weight: jax.Array | None
+    is_follower: jax.Array | None
+    is_active: jax.Array | None
+    rate: jax.Array | None
+    step: jax.Array
 
 
 @dataclass(frozen=True)
 class Update:
-    """One update by the parts of a step, traced for one replica or one of its inner devices.
-
-    The parts are the arguments of `make_train_step`.
+    """One update by the arguments of a step, traced for one replica or one of its inner devices.
 
     Attributes:
-      batches: the loss function, and how gradients of batches are taken.
+      differentiated_loss: the loss function, and how gradients of batches are taken.
       gradients: what happens to gradients before the optimizer; None: nothing.
       optimizer: the optimizer.
       sync: the exchange of parameters; None: there is none.
       axis_name: the replica axis.
-      program: the form in which the loss function takes parameters and batches.
+      loss_program: the form in which the loss function takes parameters and batches.
       independent: whether `sync` is "none": replicas may train independently.
       policy: dtypes in which the loss function computes; None: those of its arguments.
       map_with: how the loss of one replica is mapped over replicas of several devices.
@@ -148,12 +169,12 @@ class Update:
         None without such axes.
     """
 
-    batches: BatchGradients
+    differentiated_loss: BatchGradients
     gradients: optax.GradientTransformationExtraArgs | None
     optimizer: optax.GradientTransformationExtraArgs
     sync: ParameterTransform | None
     axis_name: AxisName
-    program: LossProgram
+    loss_program: LossProgram
     independent: bool = False
     policy: Policy | None = None
     map_with: MapWith = "shard_map"
@@ -188,33 +209,34 @@ class Update:
         """
         shared = state.exchange.shared
 
-        def gather(state: TrainState, *inputs: Any) -> Any:
+        def compute(state: TrainState, *inputs: Any) -> Any:
             gradients, metrics = self.compute_gradients(with_update_key(state), StepInputs(*inputs))
             return gradients._replace(data=None), metrics  # the batches stay where they are
 
-        def prepare(state: TrainState, gathered: Any, *inputs: Any) -> Any:
-            return self.prepare_update(state, StepInputs(*inputs), gathered=gathered, **static)
+        def prepare(state: TrainState, computed: Any, *inputs: Any) -> Any:
+            return self.prepare_update(state, StepInputs(*inputs), computed=computed, **static)
 
         local = state._replace(exchange=state.exchange._replace(shared=()))
         # What an algorithm keeps has its own layout, of which mapped programs would know nothing.
-        seen = without_exchange(state)
-        own = self.state_roles(seen)
-        where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
+        training_state = without_exchange(state)
+        state_roles = self.state_roles(training_state)
+        mesh_kwargs: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
         # One number for all replicas, by which conditionals decide.
-        count = unreplicate_number(increment(state.step), **where)
-        gathered = None
+        count = unreplicate_number(increment(state.step), **mesh_kwargs)
+        computed = None
         if self.map_with == "vmap":  # the loss alone needs it
-            gathered = map_fn(gather, (own, *roles), "stacked", "vmap")(seen, *inputs)
-        prepared = map_fn(
-            prepare, (own, "stacked", *roles), (self.pending_roles, "stacked", "device")
+            map_compute = map_fn(compute, (state_roles, *roles), "stacked", "vmap")
+            computed = map_compute(training_state, *inputs)
+        map_prepare = map_fn(
+            prepare, (state_roles, "stacked", *roles), (self.pending_roles, "stacked", "device")
         )
-        pending, metrics, carry = prepared(seen, gathered, *inputs)
+        pending, metrics, carry = map_prepare(training_state, computed, *inputs)
 
-        def exchange(replicas: StackedReplicas, own: Any, shared: PyTree) -> Any:
-            state, pending = own
+        def exchange(replicas: StackedReplicas, mapped: Any, shared: PyTree) -> Any:
+            state, pending = mapped
             return self.exchange_params(state, shared, pending, count, phase, replicas)
 
-        new, shared = vmap_replicas(exchange, (local, pending), shared, **where)
+        new, shared = vmap_replicas(exchange, (local, pending), shared, **mesh_kwargs)
         new = new._replace(exchange=new.exchange._replace(shared=shared))
         return new, metrics, carry
 
@@ -225,10 +247,10 @@ class Update:
 
     def compute_gradients(self, state: TrainState, inputs: StepInputs) -> tuple[Gradients, Metrics]:
         """Return the gradients of an update; see `BatchGradients.compute_gradients`."""
-        return self.batches.compute_gradients(state, inputs)
+        return self.differentiated_loss.compute_gradients(state, inputs)
 
     def prepare_update(
-        self, state: TrainState, inputs: StepInputs, *, like: Any = None, gathered: Any = None
+        self, state: TrainState, inputs: StepInputs, *, like: Any = None, computed: Any = None
     ) -> tuple[PendingUpdate, Metrics, Any]:
         """Make one update of a replica up to the exchange of parameters.
 
@@ -237,51 +259,51 @@ class Update:
         optimizer state, too. With a window the weight is that of the whole window; the metrics are
         those of the batch.
 
-        `like`, for a window alone, is the types of one device's part of a batch; `gathered` is what
+        `like`, for a window alone, is the types of one device's part of a batch; `computed` is what
         `compute_gradients` has returned, if it ran before. The third result is what is carried to
         the next step: nothing.
         """
         keyed = with_update_key(state)
-        gradients, metrics = gathered or self.compute_gradients(keyed, inputs)
+        gradients, metrics = computed or self.compute_gradients(keyed, inputs)
         reduced = self.reduce_gradients(keyed, gradients, inputs.batch if like is None else like)
         pending = self.compute_update(keyed, reduced, gradients)
         scales = scale_metrics(state.opt_state, pending.optimizer_state)
         return pending, merge_metrics(metrics, scales), None
 
     def reduce_gradients(
-        self, state: TrainState, gathered: Gradients, like: PyTree
+        self, state: TrainState, local_gradients: Gradients, like: PyTree
     ) -> ReducedGradients:
         """Average gradients and the loss; `like` is this device's part of a batch, or its types."""
         before, specs = state.exchange.gradients, self.param_specs
         axes, order = self.unreduced_axes(before), None
         # A pipeline finishes all gradients with the last microbatch.
-        if self.program.param_types is None and self.map_with != "vmap":
+        if self.loss_program.param_types is None and self.map_with != "vmap":
             # Called only where the order matters, since it traces the loss once more.
-            order = cache(partial(self.batches.ready_order, state, like))
-        loss: jax.Array | None = as_value(gathered.metrics["loss"])
-        weight, loss_weight = self.gradient_weights(gathered, axes)
-        grads, after = self.average_inner_axes(gathered, axes, order), before
+            order = cache(partial(self.differentiated_loss.ready_order, state, like))
+        loss: jax.Array | None = as_value(local_gradients.metrics["loss"])
+        weight, loss_weight = self.gradient_weights(local_gradients, axes)
+        grads, after = self.average_inner_axes(local_gradients, axes, order), before
         averaging = Averaging.from_transform(self.gradients, before, self.axis_name)
         if self.gradients is not None:
-            given = {"weight": weight, "ready_order": order, "param_specs": specs}
-            arguments = accepted_arguments(spec_of(self.gradients), before, **given)
-            update: Any = partial(self.gradients.update, **arguments)
+            offered = {"weight": weight, "ready_order": order, "param_specs": specs}
+            arguments = accepted_arguments(spec_of(self.gradients), before, **offered)
+            update_fn: Any = partial(self.gradients.update, **arguments)
             if parts_of(state.opt_state, DynamicLossScaleState):
-                update = guard_overflow(update, {*averaging.axes, *self.inner_axes}, weight)
-            grads, after = update(grads, before, state.params)
+                update_fn = guard_overflow(update_fn, {*averaging.axes, *self.inner_axes}, weight)
+            grads, after = update_fn(grads, before, state.params)
         loss = None if averaging.has_unknown else averaging.mean(loss, loss_weight)
-        weights = Weights(gathered.weight, gathered.weight).after_averaging(averaging)
-        if gathered.loss_weight is None:
-            loss_weight = weights.update
+        weights = Weights.from_batch(local_gradients.weight).after_averaging(averaging)
+        if local_gradients.loss_weight is None:
+            loss_weight = weights.update_weight
         elif averaging.reductions:
-            loss_weight = Weights(loss_weight, loss_weight).after_averaging(averaging).update
+            loss_weight = Weights.from_batch(loss_weight).after_averaging(averaging).update_weight
         return ReducedGradients(grads, after, loss, averaging.axes, weights, loss_weight)
 
     def compute_update(
         self,
         state: TrainState,
         reduced: ReducedGradients,
-        gathered: Gradients,
+        local_gradients: Gradients,
         finite: jax.Array | None = None,
     ) -> PendingUpdate:
         """Run the optimizer. An update that a loss scale skips keeps the model's statistics.
@@ -291,7 +313,9 @@ class Update:
         before = state.opt_state
         averaging = Averaging.from_transform(self.optimizer, before, self.axis_name)
         with jax.named_scope("optimizer"):
-            updates, after = self._run_optimizer(state, reduced, gathered.data, averaging, finite)
+            updates, after = self._run_optimizer(
+                state, reduced, local_gradients.data, averaging, finite
+            )
         wants_rate = self.sync is not None and self.sync.algorithm.needs_rate
         rate = optimizer_rate(after) if wants_rate else None
         weights = reduced.weights.after_averaging(averaging)
@@ -303,12 +327,12 @@ class Update:
             and not holds_state(before, "gradients")
             and not holds_state(before, "parameters")
         )
-        own_weight = weights.update if alone or self.sync is not None else None
-        if own_weight is not None:
-            after = old_if_idle(own_weight, after, before)
+        weight = weights.update_weight if alone or self.sync is not None else None
+        if weight is not None:
+            after = old_if_idle(weight, after, before)
         if alone:
-            updates = unless_idle(updates, own_weight)
-        model_state, skipped = gathered.model_state, did_skip(before, after)
+            updates = unless_idle(updates, weight)
+        model_state, skipped = local_gradients.model_state, did_skip(before, after)
         if skipped is not None:
             model_state = restore_statistics_if(skipped, model_state, state.model_state)
         return PendingUpdate(
@@ -316,10 +340,10 @@ class Update:
             gradients_state=reduced.state,
             optimizer_state=after,
             model_state=model_state,
-            weight=gathered.weight,
-            weights=weights,
+            batch_weight=local_gradients.weight,
+            exchange_weight=weights.exchange_weight,
             is_follower=weights.is_follower,
-            is_active=None if own_weight is None else own_weight > 0,
+            is_active=None if weight is None else weight > 0,
             rate=rate,
             step=increment(state.step),
         )
@@ -347,12 +371,12 @@ class Update:
         axes = tuple(n for n in self.mapped_axes if n in {*averaged, *self.inner_axes})
         value_fn = raising_value_fn(axes)
         if data is not None and not axes:
-            value_fn = partial(self.batches.loss_at, data=data)
+            value_fn = partial(self.differentiated_loss.loss_at, data=data)
         extra = {"grad": reduced.grads, "value_fn": value_fn}
         if value is not None:
             extra["value"] = averaging.mean(value, reduced.loss_weight)
-        given = {"unscaled": True, "param_specs": self.param_specs, "finite": finite}
-        extra |= accepted_arguments(spec, before, weight=reduced.loss_weight, **given)
+        offered = {"unscaled": True, "param_specs": self.param_specs, "finite": finite}
+        extra |= accepted_arguments(spec, before, weight=reduced.loss_weight, **offered)
         if not takes_extra(before):
             extra = {name: x for name, x in extra.items() if name in spec.takes - {"weight"}}
         try:
@@ -369,29 +393,29 @@ class Update:
         self,
         state: TrainState,
         shared: PyTree,
-        update: PendingUpdate,
+        pending: PendingUpdate,
         count: jax.Array,
         phase: Phase | None,
         stacked: StackedReplicas,
     ) -> tuple[TrainState, PyTree]:
         """Return a replica's state, and the shared state, after the exchange of parameters."""
-        averages = self.batches.model_state == "sync_mean"
-        model_state, optimizer_state = update.model_state, update.optimizer_state
-        params, updates, local = state.params, update.updates, state.exchange.local
+        averages = self.differentiated_loss.model_state_mode == "sync_mean"
+        model_state, optimizer_state = pending.model_state, pending.optimizer_state
+        params, updates, local = state.params, pending.updates, state.exchange.local
         if self.sync is None:
             params = apply_exactly(params, updates)
             with phase_scope(EVERY_PHASE):
                 if averages:
                     means = ReplicaGroup(self.axis_name, stacked=stacked).mean(
-                        statistics(model_state), update.weight
+                        statistics(model_state), pending.batch_weight
                     )
                     model_state = with_statistics(model_state, means)
         else:
-            extra = {"weight": update.weights.exchange, "learning_rate": update.rate}
-            if update.is_follower is not None:
+            extra = {"weight": pending.exchange_weight, "learning_rate": pending.rate}
+            if pending.is_follower is not None:
                 # An exchange leaves out the update of a replica without weight, so it comes before.
-                params = revert_if(~update.is_follower, apply_exactly(params, updates), params)
-                updates = zero_if(update.is_follower, updates)
+                params = revert_if(~pending.is_follower, apply_exactly(params, updates), params)
+                updates = zero_if(pending.is_follower, updates)
             params, means, after, optimizer_state = self.sync.exchange(
                 updates,
                 statistics(model_state) if averages else [],
@@ -409,12 +433,12 @@ class Update:
             if averages:
                 model_state = with_statistics(model_state, means)
         new = TrainState(
-            step=update.step,
+            step=pending.step,
             params=params,
             opt_state=optimizer_state,
             model_state=model_state,
             rng=state.rng,
-            exchange=StepExchange(local, (), update.gradients_state),
+            exchange=StepExchange(local, (), pending.gradients_state),
         )
         return new, shared
 
@@ -424,29 +448,31 @@ class Update:
         self, state: TrainState, inputs: StepInputs, *, num_batches: int
     ) -> GradientWindow:
         """Return an empty window for the next update; see `BatchGradients.open_window`."""
-        return self.batches.open_window(with_update_key(state), inputs, num_batches=num_batches)
+        state, loss = with_update_key(state), self.differentiated_loss
+        return loss.open_window(state, inputs, num_batches=num_batches)
 
     def collect(
-        self, state: TrainState, inputs: StepInputs, *, fits: bool
+        self, state: TrainState, inputs: StepInputs, *, fits_window: bool
     ) -> tuple[GradientWindow, Metrics, None]:
         """Add a batch to a window; see `BatchGradients.collect`. Nothing is carried on."""
-        return *self.batches.collect(with_update_key(state), inputs, fits=fits), None
+        state, loss = with_update_key(state), self.differentiated_loss
+        return *loss.collect(state, inputs, fits_window=fits_window), None
 
     def evaluate(self, state: TrainState, inputs: StepInputs) -> Metrics:
         """Return the metrics of a forward pass; see `BatchGradients.evaluate`."""
-        return self.batches.evaluate(with_update_key(state), inputs)
+        return self.differentiated_loss.evaluate(with_update_key(state), inputs)
 
     def arguments(self, state: TrainState, inputs: StepInputs, **static: Any) -> Any:
         """Return what a loss function that is dispatched receives; see `DispatchedGradients`."""
-        batches: Any = self.batches
-        return batches.arguments(with_update_key(state), inputs, **static)
+        dispatched: Any = self.differentiated_loss
+        return dispatched.arguments(with_update_key(state), inputs, **static)
 
     # What an update asks.
 
     @property
     def inner_axes(self) -> tuple[str, ...]:
         """Axes inside a replica over which the batch is split."""
-        return self.batches.inner_axes
+        return self.differentiated_loss.inner_axes
 
     @property
     def mapped_axes(self) -> tuple[str, ...]:
@@ -454,16 +480,18 @@ class Update:
         return *axis_names(self.axis_name), *self.inner_axes
 
     def average_inner_axes(
-        self, gathered: Gradients, axes: tuple[str, ...], order: ReadyOrder | None
+        self, local_gradients: Gradients, axes: tuple[str, ...], order: ReadyOrder | None
     ) -> PyTree:
         """Return the gradients, averaged over axes inside a replica that `gradients` lacks."""
-        grads, specs = gathered.grads, self.param_specs
+        grads, specs = local_gradients.grads, self.param_specs
         if specs is not None:
             grads = constrain_layout(grads, specs)
-        return mean_gradients(grads, axes, order, specs, gathered.loss_weight) if axes else grads
+        if not axes:
+            return grads
+        return mean_gradients(grads, axes, order, specs, local_gradients.loss_weight)
 
     def gradient_weights(
-        self, gathered: Gradients, axes: tuple[str, ...]
+        self, local_gradients: Gradients, axes: tuple[str, ...]
     ) -> tuple[jax.Array | None, jax.Array | None]:
         """Return this device's weight in `gradients`, and its replica's in means over replicas.
 
@@ -472,8 +500,8 @@ class Update:
 
         Communication: for losses with weights one all-reduce of 4 bytes over the inner axes.
         """
-        weight = gathered.device_weight
-        if gathered.loss_weight is None or weight is None or not self.inner_axes:
+        weight = local_gradients.device_weight
+        if local_gradients.loss_weight is None or weight is None or not self.inner_axes:
             return weight, weight
         replica_weight = sum_over(weight, self.inner_axes)
         return replica_weight if axes == self.inner_axes else weight, replica_weight
@@ -493,7 +521,7 @@ class Update:
         is_known = is_known and not holds_state(spec.unknown(state), "gradients")
         return inner_axes if is_known else ()
 
-    # The states of its parts, and their layout.
+    # States, and their layout.
 
     def init_exchange(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
         """Return the first local and shared state of `sync`, for stacked parameters."""
@@ -501,8 +529,8 @@ class Update:
             return (), ()
         axes = model_axes(stacked, mesh, self.axis_name)
         specs = inner_specs(stacked, axes) if axes else None
-        where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name, "param_specs": specs}
-        return first_states(self.sync, stacked, **where)
+        mesh_kwargs: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
+        return first_states(self.sync, stacked, param_specs=specs, **mesh_kwargs)
 
     def dense(self, tree: PyTree) -> PyTree:
         """Return the part of a tree like the parameters that `optimizer` updates: all of it."""
@@ -521,9 +549,9 @@ class Update:
 
     def init_optimizers(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
         """Return the first states of gradient transform and optimizer, for stacked parameters."""
-        given = self.gradients or optax.identity(), self.optimizer
+        transforms = self.gradients or optax.identity(), self.optimizer
         # Each has one state.
-        both = chain(*(part._replace(init=part.init) for part in given))
+        both = chain(*(tx._replace(init=tx.init) for tx in transforms))
         gradients, optimizer = init(both, stacked, mesh=mesh, axis_name=self.axis_name)
         return gradients, optimizer
 
@@ -542,51 +570,61 @@ class Update:
         return replicate(params, mesh=mesh, axis_name=self.axis_name)
 
     def layout(
-        self, mesh: AnyMesh, axes: frozenset[str], specs: PyTree | None, params: PyTree
+        self, mesh: AnyMesh, sharded_axes: frozenset[str], specs: PyTree | None, params: PyTree
     ) -> Layout:
         """Return the layout of states whose parameters have these specs over these axes."""
         replicas = axis_names(self.axis_name)
-        free = [a for a in mesh.axis_names if a not in {*replicas, *axes}]
-        # Axes that a part of the step names are mapped as replicas are.
-        parts = [tx for tx in (self.optimizer, self.gradients) if tx is not None]
+        other_axes = [a for a in mesh.axis_names if a not in {*replicas, *sharded_axes}]
+        # Axes that a transform of the step names are mapped as replicas are.
+        transforms = [tx for tx in (self.optimizer, self.gradients) if tx is not None]
         groups = () if self.sync is None else self.sync.algorithm.groups
-        mapped = {name for tx in parts for name in spec_of(tx).axes}.union(
+        manual = {name for tx in transforms for name in spec_of(tx).axes}.union(
             *(axis_names(group.local_axis_name or ()) for group in groups)
         )
         if has_device_per_position(mesh):  # of Explicit axes a loss would have to know the layout
             types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-            mapped |= {name for name, kind in types if kind == AxisType.Explicit}
+            manual |= {name for name, kind in types if kind == AxisType.Explicit}
         # XLA of jax 0.12 aborts on `table[ids]` where parameters and examples are sharded over
         # different axes that are the compiler's, inside of a map over the replicas.
-        if axes or self.maps_inner_axes:
-            mapped |= {*free}
-        inner = () if self.map_with == "vmap" else tuple(a for a in free if a in mapped)
-        free = tuple(a for a in free if a not in inner)
-        if free and specs is None and params is not None and has_device_per_position(mesh):
+        if sharded_axes or self.maps_inner_axes:
+            manual |= {*other_axes}
+        inner = () if self.map_with == "vmap" else tuple(a for a in other_axes if a in manual)
+        auto = tuple(a for a in other_axes if a not in inner)
+        if auto and specs is None and params is not None and has_device_per_position(mesh):
             specs = jax.tree.map(lambda _: P(), params)
         # Devices of an axis that is mapped have examples next to each other.
-        num_devices = math.prod(mesh.shape[name] for name in free)
-        return Layout(axes | {*free}, specs, inner, (*replicas, *inner, *free), num_devices)
+        num_devices = math.prod(mesh.shape[name] for name in auto)
+        batch_axes = (*replicas, *inner, *auto)
+        return Layout(sharded_axes | {*auto}, specs, inner, batch_axes, num_devices)
 
     @property
     def maps_inner_axes(self) -> bool:
         """Whether all axes inside a replica that shard no parameter are mapped."""
-        return self.program.param_types is not None
+        return self.loss_program.param_types is not None
 
     def with_layout(self, layout: Layout) -> Self:
         """Return this update for a layout."""
-        batches = dataclasses.replace(
-            self.batches, inner_axes=layout.inner_axes, num_devices=layout.num_devices
+        differentiated_loss = dataclasses.replace(
+            self.differentiated_loss,
+            inner_axes=layout.manual_inner_axes,
+            num_devices=layout.num_devices,
         )
         sync, specs = self.sync, layout.specs
         if sync is not None and specs is not None:
             sync = sync.with_specs(specs)
-        return dataclasses.replace(self, batches=batches, sync=sync, param_specs=specs)
+        return dataclasses.replace(
+            self, differentiated_loss=differentiated_loss, sync=sync, param_specs=specs
+        )
 
 
 def without_exchange(state: TrainState) -> TrainState:
     """Return `state` without what the exchange of parameters keeps, which it alone reads."""
     return state._replace(exchange=state.exchange._replace(local=(), shared=()))
+
+
+def without_optimizer(state: TrainState) -> TrainState:
+    """Return `state` without what an update alone needs."""
+    return state._replace(opt_state=(), exchange=StepExchange())
 
 
 def with_update_key(state: TrainState) -> TrainState:

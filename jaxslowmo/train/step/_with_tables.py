@@ -52,6 +52,7 @@ from ...transform import (
 )
 from ...tree import all_finite, parts_of
 from .._train_state import TrainState
+from ._averaging import Averaging
 from ._checks import check_optimizer_with_tables
 from ._gradients import (
     BatchGradients,
@@ -63,7 +64,6 @@ from ._gradients import (
     merge_metrics,
     restore_statistics_if,
 )
-from ._optimized import Averaging
 from ._update import Layout, PendingUpdate, ReducedGradients, Update, with_update_key
 
 
@@ -71,12 +71,12 @@ class PendingWithTables(NamedTuple):
     """The results of an update before the exchange of parameters.
 
     Attributes:
-      pending: the update of the dense parameters.
+      dense: the update of the dense parameters.
       tables: this device's part of the tables, after their update.
       tables_state: its part of the state of their optimizer.
     """
 
-    pending: PendingUpdate
+    dense: PendingUpdate
     tables: PyTree
     tables_state: PyTree
 
@@ -179,13 +179,15 @@ class UpdateWithTables(Update):
     @classmethod
     def from_dense_update(cls, update: Update, embeddings: Embeddings) -> Self:
         """Return an update of tables, too, from one of dense parameters."""
+        dense_loss = update.differentiated_loss
 
         def loss(params: PyTree, batch: BatchWithVectors, **context: Any) -> Any:
-            return update.batches.loss(params, batch.batch, embedded=batch.embedded, **context)
+            return dense_loss.loss(params, batch.batch, embedded=batch.embedded, **context)
 
-        of_batches: dict[str, Any] = {**vars(update.batches), "loss": loss}
-        batches = TableBatches(**of_batches, embeddings=embeddings)
-        return cls(**{**vars(update), "batches": batches}, embeddings=embeddings)
+        fields: dict[str, Any] = {**vars(dense_loss), "loss": loss}
+        differentiated_loss = TableBatches(**fields, embeddings=embeddings)
+        fields = {**vars(update), "differentiated_loss": differentiated_loss}
+        return cls(**fields, embeddings=embeddings)
 
     # One update.
 
@@ -202,7 +204,7 @@ class UpdateWithTables(Update):
         inputs: StepInputs,
         *,
         like: Any = None,
-        gathered: None = None,
+        computed: None = None,
         ahead: PrefetchOptions,
     ) -> tuple[PendingWithTables, Metrics, Any]:
         """Make one update of dense parameters and tables; see `Update.prepare_update`.
@@ -216,9 +218,9 @@ class UpdateWithTables(Update):
             inputs = self._request_rows(state, inputs)
             batch, counts = inputs.batch, inputs.batch.counts
         lookup, read = self._start_lookup(state, inputs.upcoming, ahead)
-        gradients, metrics = self.batches.compute_gradients(dense, inputs)
+        gradients, metrics = self.differentiated_loss.compute_gradients(dense, inputs)
         reduced = self.reduce_gradients(dense, gradients, batch)
-        pending, active = self._dense_update(dense, reduced, gradients)
+        dense_pending, active = self._dense_update(dense, reduced, gradients)
         # Without a dependency XLA may order the update before the reads, and copies the whole table
         # so that they see the old values. (An optimization barrier is not enough: jax 0.10 removes
         # it before XLA decides on copies.)
@@ -230,9 +232,9 @@ class UpdateWithTables(Update):
                 state.params.tables, state.opt_state.tables, rows, active=active
             )
         changed = {name: g.rows for name, g in rows.items()}
-        scales = scale_metrics(dense.opt_state, pending.optimizer_state)
-        update = PendingWithTables(pending, tables, tables_state)
-        return update, merge_metrics(merge_metrics(metrics, counts), scales), (lookup, changed)
+        scales = scale_metrics(dense.opt_state, dense_pending.optimizer_state)
+        pending = PendingWithTables(dense_pending, tables, tables_state)
+        return pending, merge_metrics(merge_metrics(metrics, counts), scales), (lookup, changed)
 
     def update_replicas(
         self,
@@ -259,32 +261,32 @@ class UpdateWithTables(Update):
         def patch(
             tables: PyTree, lookup: PrefetchedRows, changed: Any, moves: Any, weight: Any
         ) -> Any:
-            layout, where = self.embeddings.layout(), {"room": ahead.room, "everything": moves}
-            vectors, resent = refresh_vectors(layout, tables, *lookup, changed, **where)
+            layout, extra = self.embeddings.layout(), {"room": ahead.room, "everything": moves}
+            vectors, resent = refresh_vectors(layout, tables, *lookup, changed, **extra)
             counts = {
                 f"{PREFIX}{name}/resent": sum_over(n, self.inner_axes) for name, n in resent.items()
             }
             return lookup._replace(vectors=vectors), unless_idle(counts, weight)
 
-        of_all = self.embeddings.specs, "device", "device", "shared", "stacked"
-        given = new.params.tables, lookup, changed, moves, inputs.weight
-        lookup, resent = map_fn(patch, of_all, ("device", "stacked"))(*given)
+        in_roles = self.embeddings.specs, "device", "device", "shared", "stacked"
+        map_patch = map_fn(patch, in_roles, ("device", "stacked"))
+        lookup, resent = map_patch(new.params.tables, lookup, changed, moves, inputs.weight)
         return new, {**metrics, **resent}, lookup
 
     def open_window(
         self, state: TrainState, inputs: StepInputs, *, num_batches: int
     ) -> GradientWindow:
-        """Return an empty window with room for the rows of so many batches."""
+        """Return an empty window that can hold the rows of so many batches."""
         inputs = self._request_rows(state, inputs)
         return super().open_window(dense_state(state), inputs, num_batches=num_batches)
 
     def collect(
-        self, state: TrainState, inputs: StepInputs, *, fits: bool, ahead: PrefetchOptions
+        self, state: TrainState, inputs: StepInputs, *, fits_window: bool, ahead: PrefetchOptions
     ) -> tuple[GradientWindow, Metrics, PrefetchedRows | None]:
         """Add a batch to a window. No row changes, so none is sent again for the next batch."""
         inputs = self._request_rows(state, inputs)
         lookup, _ = self._start_lookup(state, inputs.upcoming, ahead)
-        window, metrics, _ = super().collect(dense_state(state), inputs, fits=fits)
+        window, metrics, _ = super().collect(dense_state(state), inputs, fits_window=fits_window)
         return window, merge_metrics(metrics, inputs.batch.counts), lookup
 
     def evaluate(self, state: TrainState, inputs: StepInputs) -> Metrics:
@@ -338,17 +340,17 @@ class UpdateWithTables(Update):
         read = read_rows(state.params.tables, carry.requests.asked)
         return carry._replace(vectors=send_rows(embeddings.layout(), read)), read
 
-    # What tables add to its parts.
+    # What tables add to other methods.
 
     def average_inner_axes(
-        self, gathered: Gradients, axes: tuple[str, ...], order: ReadyOrder | None
+        self, local_gradients: Gradients, axes: tuple[str, ...], order: ReadyOrder | None
     ) -> WithRows:
         """Return the gradients with those of rows, averaged over axes inside a replica."""
-        dense = super().average_inner_axes(gathered, axes, order)
+        dense = super().average_inner_axes(local_gradients, axes, order)
         # Devices along other inner axes have other examples, but the same rows.
         others = tuple(n for n in self.inner_axes if n != self.embeddings.axis_name)
         over = () if self.embeddings.axis_name is None else (self.embeddings.axis_name,)
-        return WithRows(dense, mean_rows(gathered.rows, others), self.inner_axes, over)
+        return WithRows(dense, mean_rows(local_gradients.rows, others), self.inner_axes, over)
 
     def unreduced_axes(
         self, state: PyTree, inner_axes: tuple[str, ...] | None = None
@@ -361,7 +363,7 @@ class UpdateWithTables(Update):
         return () if axis in spec_of(self.gradients).axes else (axis,)
 
     def _dense_update(
-        self, state: TrainState, reduced: ReducedGradients, gathered: Gradients
+        self, state: TrainState, reduced: ReducedGradients, local_gradients: Gradients
     ) -> tuple[PendingUpdate, jax.Array]:
         """Return the update of dense parameters, and whether rows are updated, () bool.
 
@@ -370,8 +372,10 @@ class UpdateWithTables(Update):
         grads, before, finite = reduced.grads, state.opt_state, None
         if parts_of(before, DynamicLossScaleState):
             finite = ~any_over(~all_finite(grads.rows), self.inner_axes, None)
-        pending = self.compute_update(state, reduced._replace(grads=grads.dense), gathered, finite)
-        refused = self._has_wrong_ids(state, gathered)
+        pending = self.compute_update(
+            state, reduced._replace(grads=grads.dense), local_gradients, finite
+        )
+        refused = self._has_wrong_ids(state, local_gradients)
         skipped = did_skip(before, pending.optimizer_state)
         skipped = refused if skipped is None else refused | skipped
         pending = pending._replace(
@@ -385,13 +389,13 @@ class UpdateWithTables(Update):
         )
         return pending, ~skipped if pending.is_active is None else pending.is_active & ~skipped
 
-    def _has_wrong_ids(self, state: TrainState, gathered: Gradients) -> jax.Array:
+    def _has_wrong_ids(self, state: TrainState, local_gradients: Gradients) -> jax.Array:
         """Return whether a batch of this update has wrong ids, () bool.
 
         If one replica refuses, the mean of gradients is useless on all.
         """
-        assert gathered.refused is not None, "a `RequestedBatch` counts them"
-        fraction = (gathered.refused > 0).astype(gathered.metrics["loss"].dtype)
+        assert local_gradients.refused is not None, "a `RequestedBatch` counts them"
+        fraction = (local_gradients.refused > 0).astype(local_gradients.metrics["loss"].dtype)
         averaging = Averaging.from_transform(
             self.gradients, state.exchange.gradients, self.axis_name
         )
@@ -401,7 +405,7 @@ class UpdateWithTables(Update):
         self,
         state: TrainState,
         shared: PyTree,
-        update: PendingWithTables,
+        pending: PendingWithTables,
         count: jax.Array,
         phase: Phase | None,
         stacked: StackedReplicas,
@@ -410,14 +414,14 @@ class UpdateWithTables(Update):
 
         Tables take part as they are after their update.
         """
-        pending, tables, tables_state = update
+        dense, tables, tables_state = pending
         state = state._replace(params=WithTables(state.params.dense, tables))
-        updates = WithTables(pending.updates, jax.tree.map(lambda _: None, tables))
-        pending = pending._replace(updates=updates)
-        new, shared = super().exchange_params(state, shared, pending, count, phase, stacked)
+        updates = WithTables(dense.updates, jax.tree.map(lambda _: None, tables))
+        dense = dense._replace(updates=updates)
+        new, shared = super().exchange_params(state, shared, dense, count, phase, stacked)
         return new._replace(opt_state=WithTables(new.opt_state, tables_state)), shared
 
-    # The states of its parts, and their layout.
+    # States, and their layout.
 
     def loss_input_types(self, params: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         """Return the types of what the loss function receives; see `Update.loss_input_types`."""
@@ -447,16 +451,16 @@ class UpdateWithTables(Update):
     def init_optimizers(self, stacked: PyTree, mesh: AnyMesh) -> tuple[PyTree, PyTree]:
         """Return the first states of gradient transform and optimizers."""
         gradients, optimizer = super().init_optimizers(stacked.dense, mesh)
-        where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
-        tables = init_table_state(self.embeddings, stacked.tables, **where)
+        mesh_kwargs: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
+        tables = init_table_state(self.embeddings, stacked.tables, **mesh_kwargs)
         return gradients, WithTables(optimizer, tables)
 
     def replicate_params(self, params: PyTree, seed: int, mesh: AnyMesh) -> WithTables:
         """Return dense parameters and tables of all replicas; tables that are not given are new."""
         dense, tables = params if isinstance(params, WithTables) else (params, None)
-        where: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
+        mesh_kwargs: dict[str, Any] = {"mesh": mesh, "axis_name": self.axis_name}
         dense = super().replicate_params(dense, seed, mesh)
-        return WithTables(dense, replicate_tables(self.embeddings, tables, seed, **where))
+        return WithTables(dense, replicate_tables(self.embeddings, tables, seed, **mesh_kwargs))
 
     @property
     def maps_inner_axes(self) -> bool:
@@ -464,12 +468,12 @@ class UpdateWithTables(Update):
         return True
 
     def layout(
-        self, mesh: AnyMesh, axes: frozenset[str], specs: PyTree | None, params: PyTree
+        self, mesh: AnyMesh, sharded_axes: frozenset[str], specs: PyTree | None, params: PyTree
     ) -> Layout:
         """Return the layout of states, in which tables have the specs with which they are made."""
         axis = self.embeddings.axis_name
-        own = frozenset(() if axis is None else (axis,))
-        layout = super().layout(mesh, axes - own, specs, params)
+        table_axes = frozenset(() if axis is None else (axis,))
+        layout = super().layout(mesh, sharded_axes - table_axes, specs, params)
         if axis is None:
             return layout
         if specs is None:
@@ -477,7 +481,8 @@ class UpdateWithTables(Update):
         else:
             dense = specs.dense
         return layout._replace(
-            axes=layout.axes | own, specs=WithTables(dense, self.embeddings.specs)
+            auto_axes=layout.auto_axes | table_axes,
+            specs=WithTables(dense, self.embeddings.specs),
         )
 
     def with_layout(self, layout: Layout) -> Self:

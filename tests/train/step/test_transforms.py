@@ -67,7 +67,7 @@ def test_what_makes_replicas_agree_or_is_told(options):
     ],
 )
 def test_a_step_collects_by_itself_and_takes_no_wrapper_that_does(argument, transform):
-    with pytest.raises(ValueError, match=f"`{argument}`.*js.gradients.accumulate.*step.collect"):
+    with pytest.raises(ValueError, match=f"`{argument}`.*js.gradients.accumulate.*accumulate=k"):
         step_of(sync=local, **{argument: transform}).init(PARAMS)
 
 

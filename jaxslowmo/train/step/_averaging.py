@@ -1,8 +1,8 @@
-"""What the optimizer is given besides gradients: the loss, a weight, `value_fn`.
+"""How gradients are averaged, and what else an optimizer and the exchange need because of that.
 
 `optax.contrib.reduce_on_plateau`, `optax.polyak_sgd` and others need the loss as `value`; line
 searches (`optax.lbfgs`) need `grad` and `value_fn`, too. The loss must be averaged as the gradients
-were: over the axes and in the updates that their transforms declare.
+were: over the axes and in the updates that their transforms declare. Weights change with them.
 """
 
 from collections.abc import Callable, Mapping
@@ -78,17 +78,27 @@ class Averaging(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A replica's weights in what follows its gradients; None where all replicas are equal.
+    """The weights of a replica in its update, and then in the exchange of parameters.
+
+    Both begin as the weight of its batch; None means that all replicas are equal. An average of
+    gradients over some of the replica axes gives the replicas that it joins the mean of their
+    weights. An average over all of them is the update of each, with weight 1, also of a replica
+    whose batch has weight 0. In the exchange such a replica still has weight 0: it follows.
 
     Attributes:
-      exchange: () its weight in the exchange of parameters: that of its batch, or the mean of those
-        that an average of gradients over some of the replica axes has made one.
-      update: () its weight in the update: 1 where gradients were averaged over all replicas, since
-        an average has no weight of one of them. A replica of weight 0 does not take the update.
+      exchange_weight: () weight in the exchange of parameters.
+      update_weight: () weight in the update; a replica of weight 0 does not take it.
+      may_differ: whether the two may differ, since some updates average over all replicas.
     """
 
-    exchange: jax.Array | None
-    update: jax.Array | None
+    exchange_weight: jax.Array | None
+    update_weight: jax.Array | None
+    may_differ: bool = False
+
+    @classmethod
+    def from_batch(cls, weight: jax.Array | None) -> Self:
+        """Return the weights of a replica before any average, from that of its batch."""
+        return cls(weight, weight)
 
     def after_averaging(self, averaging: Averaging) -> "Weights":
         """Return the weights after the gradients were averaged in this way.
@@ -96,27 +106,29 @@ class Weights(NamedTuple):
         Communication: one all-reduce of 4 bytes over the axes of each reduction that is due and
           leaves a replica axis out; else none.
         """
-        left, (exchange, update) = {*averaging.replicas}, self
+        left, (exchange_weight, update_weight, may_differ) = {*averaging.replicas}, self
         for axes, due in averaging.reductions:
             left = left.difference(axes)
-            if exchange is None or update is None:
+            if exchange_weight is None or update_weight is None:
                 break
             if left:
-                one = averaging._replace(reductions=[ReducedAxes(axes, due)])
-                exchange = update = one.mean(exchange, None)
+                reduction = averaging._replace(reductions=[ReducedAxes(axes, due)])
+                exchange_weight = update_weight = reduction.mean(exchange_weight, None)
+                may_differ = False
             elif due is True:
-                update = None
+                update_weight, may_differ = None, True
             else:
-                update = jnp.where(due, jnp.ones_like(update), update)
-        return Weights(exchange, update)
+                update_weight = jnp.where(due, jnp.ones_like(update_weight), update_weight)
+                may_differ = True
+        return Weights(exchange_weight, update_weight, may_differ)
 
     @property
     def is_follower(self) -> jax.Array | None:
         """Whether it takes an update for which it has no weight, () bool; None: it does not."""
-        if self.exchange is None or self.update is self.exchange:
+        if self.exchange_weight is None or not self.may_differ:
             return None
-        idle = self.exchange <= 0
-        return idle if self.update is None else idle & (self.update > 0)
+        idle = self.exchange_weight <= 0
+        return idle if self.update_weight is None else idle & (self.update_weight > 0)
 
 
 def raising_value_fn(axes: tuple[str, ...]) -> Callable[[PyTree], jax.Array]:
