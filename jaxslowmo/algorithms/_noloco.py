@@ -22,12 +22,12 @@ from ..transform import (
     UpdateContext,
     as_schedule,
     checked_group,
+    checked_rate,
     increment,
 )
-from ..tree import at_least_float32
+from ..tree import at_least_float32, times
 from ._error_feedback import check_sends_parameters
 from ._gossip import ROUND, Gossip, GossipPlan, gossip_plan, on_graph
-from ._rates import checked_rate, times
 
 
 @records_settings

@@ -20,9 +20,10 @@ from ..transform import (
     TypedTransform,
     as_schedule,
     checked_group,
+    checked_rate,
     every,
 )
-from ._rates import checked_rate, times
+from ..tree import times
 from .outer import ALONE, Fragments, OuterRate, outer_algorithm, resolve_shard_state
 
 LearningRate = float | optax.Schedule | Literal["optimizer"] | None

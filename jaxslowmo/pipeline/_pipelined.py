@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._support.types import PyTree
-from ..transform import LossProgram
+from ..tracing import LossProgram
 from ..tree import Staged, at_least_float32, leaf_names
 from ._plan import Plan
 from .model import LayeredModel, Loss, StageLayout

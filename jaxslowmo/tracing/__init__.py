@@ -2,6 +2,7 @@
 
 from ._losses import (
     FullLoss,
+    LossProgram,
     Quotient,
     as_full_loss,
     as_quotient,

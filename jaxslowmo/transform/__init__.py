@@ -42,7 +42,6 @@ from ._gradients import (
     spec_of,
 )
 from ._inner_state import moment_events, update_moments
-from ._loss_program import LossProgram
 from ._optax_states import (
     TypedTransform,
     alternatives_to,
@@ -63,6 +62,7 @@ from ._parameter_transform import (
     ExchangeState,
     ParameterTransform,
     check_weight,
+    checked_rate,
     first_states,
     phase_name,
     replica_types,

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
-from .._support.checks import ArgumentError, Settings, warn_once
+from .._support.checks import ArgumentError, Settings, as_number, warn_once
 from .._support.types import AxisName, Phase, PyTree, checks_varying, varying_axes
 from ..mesh import (
     AnyMesh,
@@ -427,6 +428,18 @@ def check_varying(owner: str, params: PyTree, updates: PyTree, axis_name: AxisNa
             f"{owner}: by their types equal on all replicas, so jax has summed their gradients: "
             f"{', '.join(wrong)}. Use `js.replicate`, or `jax.lax.pcast` before differentiating."
         )
+
+
+def checked_rate(argument: str, value: Any, below: float = math.inf) -> float | jax.Array:
+    """Return a rate or a momentum as a checked float; a traced one has only its type checked."""
+    if isinstance(value, Tracer) and not value.shape and jnp.issubdtype(value.dtype, jnp.floating):
+        return value.astype(jnp.float32)
+    # A plain float is weakly typed: NumPy scalars would widen the state under x64.
+    number = as_number(value)
+    if number is None or not 0 <= number < below:
+        rule = "a finite number >= 0" if below == math.inf else f"a number in [0, {below})"
+        raise ArgumentError(argument, f"`{argument}` must be {rule}, got {value!r}.")
+    return number
 
 
 def check_weight(owner: str, weight: Any) -> jax.Array | None:

@@ -31,6 +31,7 @@ from ._leaves import (
     promoted_dtype,
     reshape,
     subtract,
+    times,
     tree_bytes,
     type_text,
     updates_to,

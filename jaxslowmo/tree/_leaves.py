@@ -168,6 +168,11 @@ def subtract(x: Any, y: Any) -> Any:
     return lax.sub(x, y) if _are_alike(x, y) else x - y
 
 
+def times(factor: float | jax.Array, x: jax.Array) -> jax.Array:
+    """Return `factor * x` in x's dtype."""
+    return (factor if isinstance(factor, int | float) else factor.astype(x.dtype)) * x
+
+
 def cached_cast(scalar: jax.Array) -> Callable[[Any], jax.Array]:
     """Return a function from a dtype to `scalar` in that dtype, which casts once per dtype."""
     return functools.cache(lambda dtype: cast(scalar, dtype))

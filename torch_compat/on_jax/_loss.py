@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import torch
 
-from jaxslowmo.transform import LossProgram
+from jaxslowmo.tracing import LossProgram
 
 from ._arrays import plain_tree
 from ._functional import Arrays, Functional

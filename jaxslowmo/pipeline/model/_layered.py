@@ -15,8 +15,7 @@ import optax
 from jax import lax
 
 from ..._support.types import PyTree
-from ...tracing import Quotient, check_loss
-from ...transform import LossProgram
+from ...tracing import LossProgram, Quotient, check_loss
 from ...tree import leaf_names, promoted_dtype
 from ._microbatches import KeyedMicrobatch
 from ._ties import Groups, TiedLeaf, Ties, as_ties, tie_leaves, tied_positions, tied_transform

@@ -411,14 +411,14 @@ class Runner:
 
     def run(self, task: Task, state: TrainState, inputs: StepInputs) -> Any:
         """Run the program of a task and return its results."""
-        program = self.jitted(task, state, inputs)
+        program = self.jit_task(task, state, inputs)
         inputs = self.dispatch_loss(task, state, inputs)
         for before_run in self._program_checks:
             phase = dict(task.static).get("phase")
             before_run(program, task.method, phase, state, *inputs)
         return program(state, *inputs)
 
-    def jitted(self, task: Task, state: TrainState, inputs: StepInputs) -> Any:
+    def jit_task(self, task: Task, state: TrainState, inputs: StepInputs) -> Any:
         """Return the jitted program of a task, built at its first use."""
         if (before_run := self.update.loss_program.before_run) is not None:
             before_run()
@@ -474,7 +474,7 @@ class Runner:
         inputs = inputs._replace(batch=batch, weight=weight, upcoming=upcoming)
         self._replace_numbers(state)
         is_cached = mesh is self.mesh
-        program = self.jitted(task, state, inputs) if is_cached else self._build(task, mesh)
+        program = self.jit_task(task, state, inputs) if is_cached else self._build(task, mesh)
         inputs = self.dispatch_loss(task, state, inputs, is_executed=False)
         return program.trace(state, *inputs)
 
@@ -511,7 +511,7 @@ class Runner:
             return inputs
         state = without_optimizer(state)
         task = loss.task(task, inputs)
-        program = self.jitted(task, state, inputs)
+        program = self.jit_task(task, state, inputs)
         arguments = (program if is_executed else partial(jax.eval_shape, program))(state, *inputs)
         return loss.dispatch_loss(
             *(task, state, inputs, arguments),

@@ -23,8 +23,8 @@ from ...mesh import (
     replicate,
     replicate_argument,
 )
-from ...tracing import as_full_loss, state_types
-from ...transform import LossProgram, ParameterTransform, over_stages, spec_of
+from ...tracing import LossProgram, as_full_loss, state_types
+from ...transform import ParameterTransform, over_stages, spec_of
 from ...tree import check_arrays
 from .._batches import HostBatch
 from .._train_state import StepExchange, TrainState, replica_keys, warn_of_rbg, with_own_keys

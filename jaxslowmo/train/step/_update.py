@@ -39,10 +39,10 @@ from ...mesh import (
     replicate,
     sum_over,
 )
+from ...tracing import LossProgram
 from ...transform import (
     ExchangeState,
     GradientTransform,
-    LossProgram,
     ParameterTransform,
     ReplicaGroup,
     StackedReplicas,

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.transform import LossProgram
+from jaxslowmo.tracing import LossProgram
 from train.step.problem import BATCHES, PARAMS, loss
 
 
