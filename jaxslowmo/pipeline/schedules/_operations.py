@@ -33,6 +33,11 @@ class Operation(NamedTuple):
     chunk: int
     microbatch: int
 
+    @property
+    def letter(self) -> str:
+        """torch's letter of its kind: F, I, W or B."""
+        return TORCH_LETTERS[self.kind]
+
 
 Cell = tuple[Operation, ...]
 """What a stage does in one column of the table: nothing, one operation, or an F and a B."""
