@@ -103,8 +103,8 @@ def with_own_keys(name: str, stacked: PyTree, *, mesh: AnyMesh, axis_name: AxisN
     if raw and leaves[0].shape[0] > 1:
         warn_user(
             f"`{name}`: {', '.join(raw)} looks like a PRNG key without a type, and would be the "
-            "same on all replicas; keys of jax.random.key become each replica's own. If it is no "
-            "key, nothing is wrong."
+            "same on all replicas; keys of jax.random.key or jax.random.wrap_key_data become each "
+            "replica's own. If it is no key, nothing is wrong."
         )
     if places:
         split_keys = map_replicas(

@@ -167,10 +167,10 @@ def test_generators_that_draw_otherwise_under_vmap_are_told_once_on_a_virtual_me
     keys = {"key": jax.random.key(0, impl="rbg")}
     with jax.default_prng_impl("rbg"):
         step_of(loss, devices).init(PARAMS, model_state=keys)  # warnings are errors
-        with pytest.warns(UserWarning, match="'rbg' .* `vmap`"):
+        with pytest.warns(UserWarning, match="'rbg' .* virtual mesh"):
             step_of(loss, virtual).init(PARAMS)
         step_of(loss, virtual).init(PARAMS)
     monkeypatch.setattr("jaxslowmo.train._train_state._warn_once", warn_once())
     step_of(loss, virtual).init(PARAMS)
-    with pytest.warns(UserWarning, match="'rbg' .* `vmap`"):
+    with pytest.warns(UserWarning, match="'rbg' .* virtual mesh"):
         step_of(loss, virtual).init(PARAMS, model_state=keys)
