@@ -168,14 +168,16 @@ class Gossip:
         results = group.local(like), *(group.local(x, [P()]) for x in floats)
         values = jax.tree.map(lambda x, y: cast(x, y.dtype), values, like)
         arguments = [group.local(values), group.local(weight, [P()])]
-        if not isinstance(number, int):  # the program reads from the state which exchange this is
+        known = number if isinstance(number, int) else None
+        if known is None:  # the program reads from the state which exchange this is
             arguments.append(group.local(number, [P()]))
 
         def exchange_blocks(
             group: ReplicaGroup, values: PyTree, weight: jax.Array, *traced_number: Any
         ) -> list[Any]:
+            # Not `number`: what is mapped must not close over a tracer.
             gossip = dataclasses.replace(self, group=group)
-            index = traced_number[0] if traced_number else number
+            index = traced_number[0] if known is None else known
             return gossip._exchange_blocks(index, values, weight)
 
         mean, received, kept = group.run(exchange_blocks, arguments, *results, packs=True)
