@@ -138,8 +138,8 @@ _NEEDED = {
     "embedded": "the step has `embeddings`, and passes their vectors by feature",
 }
 _TYPES_NAME_THE_MESH = (
-    "Inside of jax.shard_map types of traced arrays differ from those of constants. Equinox's "
-    'BatchNorm compares them: make it with mode="batch", or use a js.virtual_mesh.'
+    "`loss_fn`: inside of jax.shard_map types of traced arrays differ from those of constants. "
+    'Equinox\'s BatchNorm compares them: make it with mode="batch", or use a js.virtual_mesh.'
 )
 FullLoss = Callable[..., tuple[Any, tuple[dict[str, jax.Array], PyTree]]]
 """A loss function as `as_full_loss` returns it; the loss is one that `as_quotient` takes."""
