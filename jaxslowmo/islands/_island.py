@@ -131,7 +131,7 @@ def _with_island_state(base: Algorithm, *, error_feedback: bool) -> Algorithm:
 
 
 class IslandStatus(NamedTuple):
-    """What an island last did.
+    """The last actions of an island, as it wrote them into the store.
 
     Attributes:
       name: its name.
@@ -154,7 +154,7 @@ class IslandStatus(NamedTuple):
 
 
 class Status(NamedTuple):
-    """Where a run is.
+    """The state of a run: its open round, and who takes part.
 
     Attributes:
       run: its name.
@@ -661,7 +661,7 @@ class _BackgroundExchange:
 
 
 class _ExchangeResult(NamedTuple):
-    """What an exchange changes in the state, on all processes of the island.
+    """The changes that an exchange makes to the state, on all processes of the island.
 
     Attributes:
       target: the parameters to which replicas go, as leaves.

@@ -81,7 +81,6 @@ class Rounds:
 
     Attributes:
       anchor: the anchor from which this island's displacement is measured.
-      settings: the settings of the run; before the island has joined, those that it was given.
       residual: what the codec has not sent yet, with error feedback.
     """
 
@@ -98,12 +97,16 @@ class Rounds:
     ) -> None:
         self._store, self._rules, self._optimizer = store, rules, optimizer
         self._part_codec, self._clock, self._log = part_codec, store.clock, log
-        self.settings = settings
         self._anchors = Anchors(store, rules, optimizer, part_codec, settings, log)
         self._process = secrets.token_hex(8)
         self._pending_part: _PendingPart | None = None
         self._missed_last_round = False  # whether the last round was decided without this island
         self.residual: np.ndarray | None = None
+
+    @property
+    def settings(self) -> RunSettings:
+        """The settings of the run; before the island has joined, those that it was given."""
+        return self._anchors.settings
 
     # Joining.
 
@@ -150,7 +153,7 @@ class Rounds:
                     f"get {self._store.url}/{RUN_KEY}: it was written and is not there."
                 )
         check_settings(self._store.url, run, self.settings)
-        self.settings = self._anchors.settings = run
+        self._anchors.settings = run
         self.anchor, _ = self._wait_for_anchor()
         self._announce()
         self._write_heartbeat(0, self._store.traffic.sent, self._store.traffic.received)

@@ -25,20 +25,25 @@ class RadialDirectional:
     def combine(self, v: PyTree, mass: jax.Array | None, replicas: ReplicaGroup) -> PyTree:
         """Return the displacement of all replicas, from this one's `v` and its weight `mass`."""
         leaves, treedef = jax.tree.flatten(v)
-        mass = jnp.ones([], jnp.float32) if mass is None else mass
         chosen = [self.where is None or self.where(name) for name in leaf_names(v)]
         norms = [jnp.sqrt(jnp.sum(jnp.square(x))) for x in leaves]
         # Decoupled DiLoCo, of a leaf with displacements v and weights w of the replicas:
         #   (sum w |v| / sum w) unit(sum w unit(v)),  unit(v) = v / |v|
         parts = [quotient(x, n) if c else x for x, n, c in zip(leaves, norms, chosen, strict=True)]
-        parts = [scale(x, mass) for x in parts]
-        numbers = jnp.stack([*(scale(n, mass).astype(mass.dtype) for n in norms), mass])
-        *radii, total = replicas.plain.mean_number(numbers)
+        # Without weights there is no number 1: a constant is not sharded over Explicit axes as
+        # norms are, and would not stack with them.
+        weights = [] if mass is None else [mass]
+        parts = [scale(x, mass) for x in parts] if mass is not None else parts
+        numbers = [n if mass is None else scale(n, mass) for n in norms] + weights
+        numbers = jnp.stack([n.astype(jnp.float32) for n in numbers])
+        radii = [*replicas.plain.mean_number(numbers)]
+        total = None if mass is None else radii.pop()
         means = replicas.mean_scatter(treedef.unflatten(parts), role="slow")
         out = []
         for x, radius, is_radial in zip(jax.tree.leaves(means), radii, chosen, strict=True):
-            x = quotient(x, jnp.sqrt(jnp.sum(jnp.square(x)))) if is_radial else x
-            out.append(quotient(x * radius.astype(x.dtype) if is_radial else x, total))
+            if is_radial:
+                x = quotient(x, jnp.sqrt(jnp.sum(jnp.square(x)))) * radius.astype(x.dtype)
+            out.append(x if total is None else quotient(x, total))
         return treedef.unflatten(out)
 
 

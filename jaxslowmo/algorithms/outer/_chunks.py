@@ -59,12 +59,12 @@ def slow_step_in_chunks(
     """Return the results of `slow_step`, which takes large leaves in chunks.
 
     Args:
-      displacement_fn: as in `slow_step`; it acts on elements, and is called for some leaves.
-      step: as in `slow_step`; it acts on elements, and is called for some leaves.
-      replicas: as in `slow_step`.
-      params: as in `slow_step`.
-      anchor: as in `slow_step`.
-      outer: as in `slow_step`.
+      displacement_fn: function that exchanges; it acts on elements, and gets some leaves a call.
+      step: function that takes the outer optimizer's step; it acts on elements, too.
+      replicas: the replicas, for leaves like these.
+      params: this replica's weighted parameters.
+      anchor: this replica's blocks of the anchor.
+      outer: the state of the outer optimizer, for these blocks.
       count: () int32, equal on all replicas, such as the number of the update.
 
     Communication: that of `slow_step`, for up to 64 chunks of a large leaf one after the other.

@@ -189,7 +189,7 @@ class _Outer:
 
     @property
     def to_moments(self) -> InnerState:
-        """What a slow step does to all moments."""
+        """Return what a slow step does to all moments."""
         return moment_events(self.owner, self.inner_state, self.group)[0]
 
     @functools.cached_property
@@ -402,7 +402,7 @@ class _Outer:
 
 @dataclass(frozen=True)
 class _SlowStep:
-    """What the events of a fragment do in one update.
+    """The slow step of a fragment in one update, which its events call.
 
     Attributes:
       outer: the settings.
