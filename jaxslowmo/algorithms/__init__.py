@@ -1,7 +1,7 @@
 """Algorithms that exchange parameters between replicas, as optax transforms; one file for each."""
 
 from ._des_loc import des_loc
-from ._diloco import diloco
+from ._diloco import OuterNesterovState, diloco, outer_nesterov, published_outer_optimizer
 from ._gossip import PushSumState, shares_of_gossip
 from ._local_sgd import hierarchical_local_sgd, local_sgd
 from ._noloco import noloco
@@ -13,6 +13,7 @@ from .outer import NormWeighted, layers, norm_weighted, rda, read_anchor
 
 # What users may use; the rest is for other packages.
 __all__ = [
+    "OuterNesterovState",
     "PushSumState",
     "SlowMomentumState",
     "des_loc",
@@ -23,6 +24,7 @@ __all__ = [
     "noloco",
     "norm_weighted",
     "only_finite",
+    "outer_nesterov",
     "rda",
     "read_anchor",
     "sgp",

@@ -424,7 +424,10 @@ def _sync(config: TrainConfig, schedule: optax.Schedule) -> js.ParameterTransfor
     if kind == "diloco":
         with argument_errors(sync_every="slow_every"):
             return js.diloco(
-                "replica", outer_optimizer=_outer_sgd(own), **local, **_slow_options(config, codec)
+                "replica",
+                outer_optimizer=_outer_optimizer(own),
+                **local,
+                **_slow_options(config, codec),
             )
     if kind == "slowmo":
         base = _local_sgd(config, codec=codec, **local)
@@ -444,9 +447,8 @@ def _sync(config: TrainConfig, schedule: optax.Schedule) -> js.ParameterTransfor
         )
 
 
-def _outer_sgd(config: AlgorithmConfig) -> optax.GradientTransformation:
-    rate, momentum = config.outer_learning_rate, config.outer_momentum
-    return optax.sgd(rate, momentum=momentum, nesterov=True)
+def _outer_optimizer(config: AlgorithmConfig) -> optax.GradientTransformation:
+    return js.algorithms.outer_nesterov(config.outer_learning_rate, config.outer_momentum)
 
 
 def make_step(config: TrainConfig, loss_fn: Any, mesh: Any, **options: Any) -> js.train.TrainStep:
@@ -548,7 +550,7 @@ def join_islands(config: TrainConfig) -> "js.islands.Island | None":
         logger.addHandler(logging.lastResort)
         logger.propagate = False
     with island_errors(), argument_errors(sync_every="slow_every", momentum="slow_momentum"):
-        optimizer = _outer_sgd(own)
+        optimizer = _outer_optimizer(own)
         if own.algorithm == "slowmo":
             # With a rate of 1, since islands are at different points of the schedule.
             optimizer = js.slow_momentum(

@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 
 from .._support.checks import ArgumentError, as_number, checked_int
 from .._support.types import PyTree
-from ..algorithms import shares_of_gossip
+from ..algorithms import published_outer_optimizer, shares_of_gossip
 from ..collectives.codecs import Codec
 from ..embedding import WithTables
 from ..mesh import array_from_host, axis_names, consensus, put_on_all_devices, virtual_mesh
@@ -547,8 +547,9 @@ def join(
     """
     owner = "islands.join"
     parse_url(url)  # raises on all processes alike
-    optimizer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-    if outer_optimizer is not None:
+    if outer_optimizer is None:
+        optimizer = published_outer_optimizer(owner)
+    else:
         optimizer = checked_optimizer(outer_optimizer)
     if codec is not None and not isinstance(codec, Codec):
         raise ArgumentError(

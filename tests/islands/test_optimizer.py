@@ -14,6 +14,7 @@ OPTIMIZERS = {
     "sgd": optax.sgd(0.7),
     "momentum": optax.sgd(0.5, momentum=0.9),
     "nesterov": optax.sgd(0.7, momentum=0.9, nesterov=True),
+    "outer nesterov": js.algorithms.outer_nesterov(),
     "slowmo": js.slow_momentum(0.5, 0.8),
     "slowmo, nesterov": js.slow_momentum(0.5, nesterov=True),
     "adamw": optax.adamw(1e-2),

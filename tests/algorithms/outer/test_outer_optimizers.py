@@ -37,6 +37,7 @@ ELEMENT_WISE = {
     "by name": lambda: optax.chain(optax.masked(optax.trace(0.9), no_bias), optax.scale(-0.5)),
     "by label": lambda: optax.partition({True: optax.adam(0.1), False: optax.sgd(0.7)}, no_bias),
     "slow momentum": lambda: js.slow_momentum(0.5),
+    "outer nesterov": lambda: js.algorithms.outer_nesterov(0.6, 0.8),
 }
 MIXING = {
     "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.7)),
@@ -208,3 +209,47 @@ def test_what_mixes_leaves_is_refused_on_stages(mesh_of):
     step = js.make_train_step(pipe, optax.sgd(0.1), sync=diloco("global norm"), mesh=mesh)
     with pytest.raises(ValueError, match=r"other stages"):
         step.init(params)
+
+
+@pytest.mark.parametrize(("rate", "momentum"), [(0.7, 0.9), (0.4, 0.5), (1.0, 0.0)])
+def test_outer_nesterov_begins_as_an_average_and_becomes_optax_nesterov(rate, momentum):
+    """Numbers of the docstring, in float64; from step 27 on those of optax, from an equal trace."""
+    ours, rng = js.algorithms.outer_nesterov(rate, momentum), np.random.default_rng(1)
+    later = optax.sgd(rate, momentum=momentum, nesterov=True)
+    state, then, trace = ours.init(jnp.zeros(3)), None, np.zeros(3)
+    for k in range(40):
+        away = rng.normal(size=3).astype(np.float32)
+        share = min(1.0, k / (0.9 * (k + 3)))
+        trace = share * momentum * trace + away
+        expected = -(1 + share * (rate - 1)) * (share * momentum * trace + away)
+        before = state.trace
+        updates, state = ours.update(jnp.asarray(away), state)
+        np.testing.assert_allclose(updates, expected, rtol=1e-5, atol=1e-6)
+        if k == 0:
+            np.testing.assert_array_equal(updates, -away)
+        if k == 27:
+            (_, *rest) = later.init(jnp.zeros(3))
+            then = (optax.TraceState(before), *rest)
+        if then is not None:
+            expected, then = later.update(jnp.asarray(away), then)
+            np.testing.assert_allclose(updates, expected, rtol=1e-6)
+
+
+def test_the_published_optimizer_is_the_default_and_says_once_for_which_runs_another_is_better(
+    caplog,
+):
+    js.algorithms.published_outer_optimizer.cache_clear()
+    default = [js.diloco("replica", sync_every=EVERY) for _ in range(3)]
+    diloco("sgd")
+    assert [record.name for record in caplog.records] == ["jaxslowmo"]
+    assert "js.algorithms.outer_nesterov()" in caplog.text
+    assert_close(run(default[0])[0], run(diloco("sgd", shard_state=True))[0], 0)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"learning_rate": -1.0}, {"momentum": 1.0}, {"momentum": "0.9"}], ids=str
+)
+def test_outer_nesterov_names_an_argument_that_breaks_its_rule(wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"`{name}` must be a"):
+        js.algorithms.outer_nesterov(**wrong)

@@ -123,6 +123,7 @@ ELEMENTS = {
     "schedule free": optax.contrib.schedule_free_sgd(0.1),
     "ema": optax.ema(0.9),
     "slow momentum": js.slow_momentum(0.5),
+    "outer nesterov": js.algorithms.outer_nesterov(),
     "nesterov slow momentum": js.slow_momentum(0.5, nesterov=True),
     "custom jvp": every(clipped),
     "jit": of_leaves(jax.jit(lambda tree: jax.tree.map(jnp.tanh, tree))),

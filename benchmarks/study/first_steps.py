@@ -1,0 +1,137 @@
+"""Trains for few outer steps, and compares the outer optimizers of `js.diloco` with plain averages.
+
+    python benchmarks/study/first_steps.py            # 40 minutes of one core
+    python benchmarks/study/first_steps.py --report   # the table, from results/first_steps.json
+
+Each algorithm has the best of the learning rates by the validation loss after the last update, and
+its test loss is recorded: of the consensus after every outer step, the mean over the seeds; and
+after the last one, of each seed. "before" is the mean of the replicas before the last outer step.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from cells import schedule_of
+from rows import ALL_REDUCE, DILOCO, RESULTS, Cell
+from statistics_of import interval
+from tasks import TASKS
+
+import jaxslowmo as js
+from train import losses_of
+
+PATH = RESULTS / "first_steps.json"
+RATES = {"classifier": (0.01, 0.02, 0.04), "language": (0.001, 0.002, 0.004)}
+SEEDS = {"classifier": range(10), "language": range(3)}
+# Replicas, period, updates.
+RUNS = {
+    "classifier": [
+        *((replicas, 12, 192) for replicas in (2, 4, 8, 32)),
+        *((replicas, 48, 480) for replicas in (2, 4, 8, 32)),
+        (8, 48, 1920),
+        (8, 12, 1920),
+    ],
+    "language": [
+        *((replicas, 12, 192) for replicas in (2, 4, 8)),
+        (4, 48, 192),
+        (8, 48, 480),
+        (8, 48, 1440),
+    ],
+}
+OUTER: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "local_sgd": lambda: optax.sgd(1.0),
+    "published": lambda: optax.sgd(0.7, momentum=0.9, nesterov=True),
+    "default": js.algorithms.outer_nesterov,
+}
+
+
+def make(cell: Cell, algorithm: str) -> Callable[[Any], optax.GradientTransformation]:
+    """Return a function from a setting to its transforms."""
+
+    def transforms(setting: Any) -> optax.GradientTransformation:
+        inner = optax.adamw(schedule_of(cell, setting))
+        if algorithm == ALL_REDUCE:
+            return js.chain(js.all_reduce_gradients("replica"), inner)
+        sync = js.diloco(
+            "replica", sync_every=cell.period, outer_optimizer=OUTER[algorithm](), shard_state=True
+        )
+        return js.chain(inner, sync)
+
+    return transforms
+
+
+def train(cell: Cell, algorithm: str) -> dict[str, Any]:
+    """Return the best learning rate, the test losses, and the curve."""
+    task, seeds, rounds = TASKS[cell.part](), SEEDS[cell.part], cell.steps // cell.period
+    settings = {"rate": np.array(RATES[cell.part], np.float32)}
+    losses = losses_of(cell, task, settings, seeds, rounds, make(cell, algorithm))
+    best = int(losses["validation"][-1].mean(1).argmin())
+    found = {
+        "rate": RATES[cell.part][best],
+        "test": losses["test"][-1, best].tolist(),
+        "curve": losses["test"][:, best].mean(1).tolist(),
+    }
+    if algorithm in OUTER:
+        # The same run, which ends one update earlier.
+        def batches(seed: int, steps: int, replicas: int) -> Any:
+            return jax.tree.map(lambda x: x[:steps], task.batches(seed, steps + 1, replicas))
+
+        short = replace(cell, steps=cell.steps - 1)
+        one = {"rate": np.array([RATES[cell.part][best]], np.float32)}
+        ending = replace(task, batches=batches)
+        before = losses_of(short, ending, one, seeds, 1, make(cell, algorithm))
+        found["before"] = before["test"][-1, 0].tolist()
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the table of docs/outer.md, and what rises after outer steps."""
+    lines = [
+        "| | replicas, every, outer steps | `all_reduce` | `local_sgd` | published; largest rise "
+        "| default; largest rise |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        found = row["algorithms"]
+        task = {"classifier": "digits", "language": "text"}[row["part"]]
+        cells = [f"{np.mean(found[name]['test']):.3f}" for name in (ALL_REDUCE, "local_sgd")]
+        plain = np.array(found["local_sgd"]["test"])
+        for name in ("published", "default"):
+            mean, half = interval(list(np.array(found[name]["test"]) - plain))
+            rise = max(np.diff(found[name]["curve"]).max(), 0)
+            cells.append(f"{mean:+.3f} ± {half:.3f}; {rise:.3f}")
+        rounds = row["updates"] // row["period"]
+        lines.append(
+            f"| {task} | {row['replicas']}, {row['period']}, {rounds} | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--report", action="store_true")
+    rows = json.loads(PATH.read_text()) if PATH.exists() else []
+    if not parser.parse_args().report:
+        done = {(x["part"], x["replicas"], x["period"], x["updates"]) for x in rows}
+        for part, runs in RUNS.items():
+            for replicas, period, updates in runs:
+                if (part, replicas, period, updates) in done:
+                    continue
+                cell = Cell(part, "adamw", replicas, DILOCO, period, updates)
+                found = {name: train(cell, name) for name in (ALL_REDUCE, *OUTER)}
+                rows.append(
+                    {"part": part, "replicas": replicas, "period": period, "updates": updates}
+                    | {"algorithms": found}
+                )
+                PATH.write_text(json.dumps(rows, indent=1) + "\n")
+                print(table(rows[-1:]).splitlines()[-1], flush=True)
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
