@@ -418,6 +418,20 @@ def test_fsdp_agrees_with_whole_leaves_and_keeps_leaves_sharded():
         assert found["model"][name].sharding.is_equivalent_to(one, found["model"][name].ndim)
 
 
+def with_local_sgd(found: dict[str, Any]) -> tuple[js.train.TrainStep, js.TrainState]:
+    """The step that the page makes of a jit step, and the state that it leaves."""
+    step = js.make_train_step(
+        found["autoencoder_loss"],
+        found["optimizer"],
+        sync=js.local_sgd("replica", sync_every=3),
+        mesh=found["fsdp_mesh"],
+    )
+    state = step.init(found["sharded"])
+    for batch in found["inputs"]:
+        state, _ = step(state, jax.device_put(batch, found["rows"]))
+    return step, state
+
+
 @of_recipe(FSDP)
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 4}, {"data": 2}], ids=["fsdp", "whole"])
 def test_replicas_are_along_the_axis_that_a_jit_step_has(sizes):
@@ -435,7 +449,7 @@ def test_replicas_are_along_the_axis_that_a_jit_step_has(sizes):
     state = step.init(params)
     for batch in found["inputs"]:
         state, _ = step(state, jax.device_put(batch, NamedSharding(mesh, P(tuple(sizes)))))
-    assert_close(state.params, found["trained"]["local_sgd"].params, rtol=1e-4, atol=1e-5)
+    assert_close(state.params, with_local_sgd(found)[1].params, rtol=1e-4, atol=1e-5)
 
 
 @of_recipe(FSDP)
@@ -478,7 +492,7 @@ def test_bytes_of_fsdp_are_those_of_blocks():
     assert sent == {"reduce-scatter": block, "all-gather": block}
     # The step gathers nothing where it averages.
     batch = jax.device_put(found["inputs"][0], found["rows"])
-    report = js.comm_report(found["steps"]["local_sgd"], found["trained"]["local_sgd"], batch)
+    report = js.comm_report(*with_local_sgd(found), batch)
     moved: dict[tuple[str, str], int] = {}
     for row in report.select(level="compiled"):
         moved[row.kind, row.axis] = moved.get((row.kind, row.axis), 0) + row.bytes
