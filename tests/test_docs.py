@@ -13,6 +13,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
+API = DOCS / "api/index.md"  # has a table of the pages beside it
 TEXTS = [ROOT / "README.md", ROOT / "tests/README.md", *PAGES]
 NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
@@ -45,9 +46,16 @@ def rows(text: str) -> list[list[str]]:
 def test_the_overview_names_every_page_and_says_what_it_is_for():
     overview = (DOCS / "index.md").read_text("utf-8")
     named = re.findall(r"^ *- .*\[[^\]]+\]\(([\w/-]+\.md)\)(?:.*\w)", overview, flags=re.MULTILINE)
-    assert {"index.md", *named} == {str(page.relative_to(DOCS)) for page in PAGES}
+    reference = re.findall(
+        r"^\| \[.*?\]\(([\w-]+\.md)\) \|", API.read_text("utf-8"), flags=re.MULTILINE
+    )
+    under = {f"api/{page}" for page in reference}
+    pages = {str(page.relative_to(DOCS)) for page in PAGES}
+    assert {"index.md", *named, *under} == pages
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))
-    assert list(files(settings["nav"])) == ["index.md", *named]
+    in_order = list(files(settings["nav"]))
+    assert set(in_order) == pages
+    assert [page for page in in_order if page not in under] == ["index.md", *named]
 
 
 def files(navigation: list[Any]) -> Iterator[str]:

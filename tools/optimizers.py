@@ -1,4 +1,4 @@
-"""Writes the names of optax that need care into a table of docs/recipes/optimizers.md.
+"""Writes the names of optax that need care into a table of docs/recipes/optax.md.
 
     python tools/optimizers.py
 
@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from recipes.optax_measured import table  # noqa: E402
 
-PAGE = ROOT / "docs" / "recipes" / "optimizers.md"
+PAGE = ROOT / "docs" / "recipes" / "optax.md"
 TABLE = re.compile(r"^\| Name \| With `sync=` .*?\n(?!\|)", re.DOTALL | re.MULTILINE)
 
 

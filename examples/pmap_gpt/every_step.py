@@ -82,10 +82,10 @@ def train(steps: int, config: Config, text: np.ndarray) -> tuple[dict[str, Any],
         optax.adamw(schedule, weight_decay=0.1),
     )
 
-    @functools.partial(jax.pmap, axis_name="devices", donate_argnums=(0, 1))
+    @functools.partial(jax.pmap, axis_name="replica", donate_argnums=(0, 1))
     def train_step(params, opt_state, tokens):
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
-        grads = lax.pmean(grads, "devices")
+        grads = lax.pmean(grads, "replica")
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 

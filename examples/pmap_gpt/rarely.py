@@ -78,15 +78,15 @@ def train(steps: int, config: Config, text: np.ndarray) -> tuple[dict[str, Any],
     """The trained parameters, and the loss of every tenth step."""
     devices, rng = jax.local_device_count(), np.random.default_rng(0)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 3e-3, steps // 10, steps)
-    base = js.local_sgd("devices", sync_every=4)
+    base = js.local_sgd("replica", sync_every=4)
     tx = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(schedule, weight_decay=0.1),
-        js.slowmo("devices", base=base, sync_every=12, learning_rate=schedule),
+        js.slowmo("replica", base=base, sync_every=12, learning_rate=schedule),
     )
 
     @js.bounded
-    @functools.partial(jax.pmap, axis_name="devices", donate_argnums=(0, 1))
+    @functools.partial(jax.pmap, axis_name="replica", donate_argnums=(0, 1))
     def train_step(params, opt_state, tokens):
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -94,7 +94,7 @@ def train(steps: int, config: Config, text: np.ndarray) -> tuple[dict[str, Any],
 
     params = init_params(jax.random.key(0), config)
     params = jax.tree.map(lambda p: jnp.stack([p] * devices), params)
-    opt_state = jax.pmap(tx.init, axis_name="devices")(params)
+    opt_state = jax.pmap(tx.init, axis_name="replica")(params)
     losses = []
     for step in range(steps):
         starts = rng.integers(len(text) - config.block, size=(devices, config.batch, 1))

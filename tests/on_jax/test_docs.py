@@ -6,12 +6,13 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import libraries  # noqa: F401, before a page imports transformers
 import numpy as np
 import pytest
 
 import jaxslowmo as js
-from recipes.doc_blocks import LOAD_IN_TORCH, SETTING, TORCH, num_blocks, run, sections
+from recipes.doc_blocks import LOAD_IN_TORCH, TORCH, fresh, num_blocks, run, sections
 from support.waiting import PATIENCE_SECONDS
 
 MICROBATCHES = 2
@@ -39,7 +40,8 @@ def test_the_program(tmp_path: Path):
 
 
 def test_an_export_is_the_model_in_torch():
-    found = run("recipes", SETTING, LOAD_IN_TORCH)
+    names = {"jax": jax, "jnp": jnp, "js": js, "mesh": js.make_mesh({"replica": 4})}
+    found = fresh("reading-state", LOAD_IN_TORCH, names=names)
     x = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
     expected = x @ np.asarray(found["kernel"]) + 1
     got = found["torch_model"](found["torch"].from_numpy(x)).detach().numpy()

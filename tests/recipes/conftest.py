@@ -1,14 +1,10 @@
-"""Recipes are users' programs, which may rely on promotion; those that log write to files alone."""
+"""Recipes are users' programs, which may rely on promotion."""
 
-import os
 from collections.abc import Iterator
 
 import pytest
 
 from support.promotion import standard
-
-os.environ["WANDB_ERROR_REPORTING"] = "false"  # of the logger itself, over the network
-os.environ["WANDB_SILENT"] = "true"
 
 
 @pytest.fixture(scope="module", autouse=True)

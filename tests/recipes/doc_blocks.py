@@ -14,7 +14,7 @@ SETTING = "Setting"
 # The loops that recipes for optax give a transform to.
 LOOP = "A loop of your own: shard_map"
 MAPPED = "pmap and vmap"
-# Recipes that need torch, which tests/on_jax runs, the second of TORCH after the first.
+# What needs torch, which tests/on_jax runs, the second of TORCH after the first.
 LOAD_IN_TORCH = "Into torch"
 TORCH = ("A vision transformer in stages", "BERT in stages")
 # What needs libtpu on the page on TPUs, which tests/tpu_aot runs.

@@ -108,18 +108,16 @@ def _muon() -> optax.GradientTransformation:
     return optax.partition({"b": _adam(), "w": scaled()}, _labels)
 
 
-MOVES = "its copy of the parameters moves along; in a loop of your own only in `js.chain`"
-DISTANCE = "works; measures how far exchanges moved parameters, too; each replica has its own rate"
-VALUE = "works; receives the replica's own loss; each replica has its own rate"
+MOVES = "its [copy of the parameters](#optimizers-that-remember-parameters) moves along"
+DISTANCE = "works, with a rate per replica; measures how far exchanges moved parameters, too"
+VALUE = "works, with a rate per replica, from its own loss"
 SEARCH = "searches on the replica's own batch; refused with averaged gradients or inner axes"
 NOISE = "its key is the same on all replicas, so all draw the same noise"
-PER_EXAMPLE = "refused: needs a gradient per example, and a step computes that of a batch"
-OBJECTIVE = (
-    "[reads the loss as `obj_fn`](#schedule-free-lookahead-sophia); all replicas have one key"
-)
+PER_EXAMPLE = "refused: needs a gradient per example"
+OBJECTIVE = "reads the loss as `obj_fn`: wrap its update, which gets `value_fn`"
 AROUND = "around the optimizer, never around an exchange"
 FROZEN = "works; frozen leaves stay equal, and are exchanged with the others"
-EVALUATE = f"{MOVES}; [evaluate at another point](#schedule-free-lookahead-sophia)"
+EVALUATE = f"{MOVES}; [evaluate at another point](#schedule-free)"
 
 _RATES = [
     *["adabelief", "adadelta", "adagrad", "adam", "adamax", "adamaxw", "adamw", "adan"],
@@ -141,8 +139,7 @@ OPTAX: dict[str, Case] = {
     },
     "MultiSteps": Case(
         lambda: optax.MultiSteps(_adam(), 2).gradient_transformation(),
-        condition="around the optimizer; runs what is inside of it in every call, so it saves no "
-        "exchange, unlike `accumulate=`",
+        condition="around the optimizer; [`sync_every` counts its calls](#optaxmultisteps)",
     ),
     "adafactor": Case(lambda: optax.adafactor(0.01)),
     "adaptive_grad_clip": Case(_before(lambda: optax.adaptive_grad_clip(1.0))),
@@ -190,7 +187,8 @@ OPTAX: dict[str, Case] = {
             optax.stateless(lambda grads, params: grads.fast),
             optax.lookahead(optax.sgd(0.1), sync_period=2, slow_step_size=0.5),
         ),
-        condition="[two sets of parameters](#schedule-free-lookahead-sophia), so twice the bytes",
+        condition="train `optax.LookaheadParams.init_synced(params)` by the loss of its `fast`; "
+        "`optax.stateless(lambda grads, params: grads.fast)` comes before it; twice the bytes",
         fast_and_slow=True,
     ),
     "masked": Case(lambda: optax.masked(_adam(), {"b": True, "w": True})),
@@ -256,7 +254,7 @@ CONTRIB: dict[str, Case] = {
     },
     "cocob": Case(lambda: contrib.cocob(), condition=MOVES),
     "dadapt_adamw": Case(
-        lambda: contrib.dadapt_adamw(estim_lr0=1e-2), "works; each replica has its own rate"
+        lambda: contrib.dadapt_adamw(estim_lr0=1e-2), "works, with a rate per replica"
     ),
     "differentially_private_aggregate": Case(
         _before(lambda: contrib.differentially_private_aggregate(1.0, 0.1, 0)),
@@ -277,7 +275,7 @@ CONTRIB: dict[str, Case] = {
     "madgrad": Case(lambda: contrib.madgrad(0.1), condition=MOVES),
     "mechanize": Case(
         lambda: contrib.mechanize(optax.sgd(0.1), s_init=0.1),
-        "works; scales what exchanges moved, too; each replica has its own scale",
+        "works, with a scale per replica; scales what exchanges moved, too",
     ),
     "momo": Case(lambda: contrib.momo(0.1), VALUE),
     "momo_adam": Case(lambda: contrib.momo_adam(0.1), VALUE),
@@ -289,8 +287,7 @@ CONTRIB: dict[str, Case] = {
     ),
     "sam": Case(
         _sam,
-        condition=f"{MOVES}; `sync_every` must be a multiple of `sync_period`; `opaque_mode` needs "
-        "a `grad_fn` that the step does not have",
+        condition=f"{MOVES}; `sync_every` must be a multiple of `sync_period`; no `opaque_mode`",
     ),
     "scale_by_cocob": Case(lambda: contrib.scale_by_cocob(), condition=MOVES),
     "scale_by_madgrad": Case(lambda: contrib.scale_by_madgrad(0.1), condition=MOVES),

@@ -102,7 +102,7 @@ def table() -> str:
     for module, cases in CASES.items():
         prefix = "contrib." if module == "optax.contrib" else ""
         for name, case in sorted(cases.items()):
-            if said := case.condition or case.note:
-                names.setdefault(said, []).append(f"`{prefix}{name}`")
+            if case.condition:
+                names.setdefault(case.condition, []).append(f"`{prefix}{name}`")
     rows = [f"| {', '.join(shown)} | {said} |" for said, shown in names.items()]
     return "\n".join(["| Name | With `sync=` |", "|---|---|", *rows])

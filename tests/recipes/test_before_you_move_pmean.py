@@ -72,7 +72,7 @@ def selecting(page: dict[str, Any], tx: optax.GradientTransformation, *, states:
 
 def test_a_check_behind_a_reduction_in_the_chain_trains_on_nan(page):
     """All replicas but the one that sees the overflow, as the page says."""
-    tx = js.chain(js.all_reduce_gradients("devices"), page["adam"])
+    tx = js.chain(js.all_reduce_gradients("replica"), page["adam"])
     step = selecting(page, tx, states=True)
     params, _ = page["train"](tx.init, step, steps=AT + 1)
     finite = np.isfinite(params["w"]).all(axis=1)
@@ -123,13 +123,13 @@ def test_selecting_an_old_state_on_one_replica_sets_its_counter_back(page):
     tx = js.chain(page["adam"], page["averages"])
     _, (_, sync) = page["train"](tx.init, selecting(page, tx, states=True), steps=AT + 1)
     assert sync.count.tolist() == [AT + (r != BAD) for r in range(REPLICAS)]
-    tx = js.chain(page["adam"], js.local_sgd("devices", sync_every=20))
+    tx = js.chain(page["adam"], js.local_sgd("replica", sync_every=20))
     with pytest.raises(ValueError, match=f"7 updates on replica {BAD} .*8 on"):
         page["train"](tx.init, selecting(page, tx, states=True))
 
 
 def test_selecting_old_parameters_undoes_an_exchange_in_that_step(page):
-    tx = page["local_chain"](js.local_sgd("devices", sync_every=AT + 1))
+    tx = page["local_chain"](js.local_sgd("replica", sync_every=AT + 1))
     local_step = functools.partial(page["local_step"], tx)
     params, _ = page["train"](tx.init, local_step, steps=AT + 1)
     assert_consensus(params)
@@ -160,7 +160,7 @@ def test_each_replica_lowers_its_own_loss_scale(page):
         assert_equal_counts(state[-1])
 
 
-@pytest.mark.parametrize("axis_name", ["devices", None])
+@pytest.mark.parametrize("axis_name", ["replica", None])
 def test_a_reduction_after_flax_dynamic_scale_comes_after_its_check(page, axis_name):
     """If it has an `axis_name`, flax averages before the check and trains as before."""
     reduce, adam = page["reduce"], page["adam"]
@@ -201,8 +201,6 @@ def test_the_mean_of_the_norms_is_not_the_norm_of_the_mean(page):
 
 
 def test_what_local_steps_send(page):
-    after, before = page["gradient_bytes"]
-    assert (after, before) == (2000, 4000)
     for name, sent in (("sync_bn", 64), ("averaged_loss", 4), ("neither", 0)):
         assert page[name].bytes(kind="local") == sent
         assert page[name].bytes(kind="average") > sent

@@ -19,7 +19,7 @@ from recipes.doc_blocks import (
     sections,
 )
 
-PAGES = """accumulation before-you-move-pmean checkpoints choosing ddp embeddings gpu graphs index
+PAGES = """accumulation before-you-move-pmean checkpoints choosing ddp embeddings gpu graphs
     input-pipeline islands mixed-precision model-parallel other-trainers outer reading-state start
     your-data"""
 # tests/torch_compat and tests/on_jax run what needs torch, and tests/tpu_aot what needs libtpu, in
@@ -31,7 +31,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tpu-manager": (),
     "tpu": ("Several slices", *TPU),
     "your-data": ("DataLoader of torch",),
-    "input-pipeline": ("DataLoader of torch",),
+    "reading-state": (LOAD_IN_TORCH,),
 }
 
 
@@ -47,7 +47,7 @@ def test_every_page_with_code_is_run_and_every_block_belongs_to_a_section():
     [
         pytest.param(title, marks=of_recipe(title))
         for title, blocks in sections("recipes").items()
-        if blocks and title not in (SETTING, LOOP, MAPPED, LOAD_IN_TORCH, *TORCH)
+        if blocks and title not in (SETTING, LOOP, MAPPED, *TORCH)
     ],
 )
 def test_recipe_runs(title):
@@ -66,7 +66,6 @@ def test_page_runs(page, monkeypatch, tmp_path):
     [
         ("graphs", ["Mixing"]),
         ("model-parallel", ["When not to pipeline"]),
-        ("accumulation", [SETTING, "What is sent"]),
     ],
 )
 def test_it_prints_what_the_page_shows(capsys, page, titles):

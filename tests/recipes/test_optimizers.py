@@ -20,19 +20,13 @@ def test_no_name_is_missing(module):
 
 
 def test_the_page_has_the_table():
-    page = (DOCS / "recipes" / "optimizers.md").read_text(encoding="utf-8")
+    page = (DOCS / "recipes" / "optax.md").read_text(encoding="utf-8")
     assert table() in page, "run `python tools/optimizers.py`, which writes it"
 
 
-def test_recipes_do_what_they_say():
+def test_the_recipe_lowers_one_rate_for_all():
     """A run of the very blocks that test_docs_blocks.py runs, so they cost nothing here."""
-    finder, plateau = (
-        run("recipes", SETTING, LOOP, MAPPED, title)
-        for title in ("Learning rate finder", "Lower the rate on a plateau")
-    )
-    losses = [loss for _, loss in finder["sweep"]]
-    assert min(losses) < losses[0] / 10
-    assert 0.05 < finder["best"] < 5
+    plateau = run("recipes", SETTING, LOOP, MAPPED, "Lower the rate on a plateau")
     assert plateau["rate"] < 0.1
     np.testing.assert_allclose(
         plateau["state"].opt_state.hyperparams["learning_rate"], plateau["rate"]

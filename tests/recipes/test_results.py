@@ -1,6 +1,5 @@
 """What the recipes leave, once they have run, is what the pages say: numbers, files, placement."""
 
-import json
 import struct
 from functools import partial
 from pathlib import Path
@@ -17,11 +16,21 @@ from jax.sharding import PartitionSpec as P
 from tensorboardX.proto.event_pb2 import Event
 
 import jaxslowmo as js
+from jaxslowmo.models import GPTConfig, gpt_loss_fn, gpt_param_specs, gpt_rules, init_gpt
 from jaxslowmo.tree import leaf_names
-from recipes.doc_blocks import LOOP, MAPPED, SETTING, fresh, of_recipe, run, sections
-from support.waiting import wait_until
+from recipes.doc_blocks import (
+    LOAD_IN_TORCH,
+    LOOP,
+    MAPPED,
+    SETTING,
+    fresh,
+    of_recipe,
+    outputs,
+    run,
+    sections,
+)
 
-MULTI_STEPS = "Gradient accumulation and optax.MultiSteps"
+MULTI_STEPS = "optax.MultiSteps"
 MASKED = "optax.masked: leaves that stay local, leaves that are no floats"
 NOT_FINITE = "Skipping steps that are not finite"
 FSDP = "FSDP by jit and NamedSharding"
@@ -111,26 +120,10 @@ def test_a_replica_that_skips_its_step_still_synchronises():
 
 def test_masked_leaves_stay_as_they_are_and_a_rate_of_zero_leaves_finite_state():
     found = recipe(MASKED)
-    for order in (found["state"].model_state["order"], found["stacked"]["order"]):
-        np.testing.assert_array_equal(order, [[2, 0, 1]] * 4)
+    np.testing.assert_array_equal(found["state"].model_state["order"], [[2, 0, 1]] * 4)
     found = recipe("Learning-rate schedules")
     assert found["schedule"](0) == found["schedule"](18) == 0
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(found["train"](found["tx"])))
-
-
-def test_an_exported_step_has_no_container_that_jax_cannot_write():
-    found = recipe("jax.export: the training step itself")
-
-    def kinds(tree):
-        data = tree.node_data()
-        return {data and data[0]}.union(*map(kinds, tree.children()))
-
-    exported, step, batch = (found[name] for name in ("exported", "step", "batches"))
-    for tree in (exported.in_tree, exported.out_tree):
-        assert kinds(tree) <= {None, tuple, list, dict}
-    state, metrics = step(step.init(found["params"]), batch[0])
-    assert_close(found["state"].params, state.params)
-    assert_close(found["metrics"], metrics)
 
 
 def test_the_mean_of_emas_is_the_ema_of_the_consensus():
@@ -169,7 +162,7 @@ def test_frozen_leaves_stay_the_others_train_alike_and_only_they_are_sent():
     assert sum(row.bytes for row in report.select(axis="replica", kind="average")) == 12
 
 
-@pytest.mark.parametrize("title", ["flax nnx, as functions", "Equinox", "Haiku", "Keras"])
+@pytest.mark.parametrize("title", ["flax nnx, as functions", "Equinox", "Haiku"])
 def test_models_train_alike_in_both_modes(title, monkeypatch):
     found = recipe(title)
     names = dict(run("recipes", SETTING, LOOP, MAPPED))
@@ -210,7 +203,7 @@ def test_batch_norm_of_equinox_in_its_default_mode_names_what_works():
     update(js.virtual_mesh({"replica": 4}))
 
 
-@pytest.mark.parametrize("title", ["Equinox", "Haiku", "Keras", "Dropout and seeds"])
+@pytest.mark.parametrize("title", ["Equinox", "Haiku", "Dropout and seeds"])
 def test_the_consensus_has_learnt(title):
     found = recipe(title)
     error = jnp.mean((found["predicted"] - found["y"][0]) ** 2)
@@ -237,7 +230,11 @@ def test_a_train_state_of_flax_under_pmap_ends_together():
     assert_close(found["train_linen"](mapper=found["vmap"]).params, state.params)
 
 
-TOKENS = "Tokens as weights"
+TOKENS = ["Losses per token", "Exchanges weighted by tokens"]
+
+
+def of_tokens() -> dict[str, Any]:
+    return run("accumulation", SETTING, *TOKENS)
 
 
 def trained_on_whole_batches(found, batches, loss, *, accumulate=1):
@@ -252,44 +249,54 @@ def trained_on_whole_batches(found, batches, loss, *, accumulate=1):
     return params, losses
 
 
-@of_recipe(TOKENS)
-def test_with_tokens_as_weights_replicas_train_as_plain_jax_does_on_the_whole_batch():
-    found = recipe(TOKENS)
-    text, loss = found["text"], found["token_loss"]
-    expected, losses = trained_on_whole_batches(found, text, loss)
-    np.testing.assert_allclose(found["token_losses"], losses, rtol=1e-5)
+@of_recipe("accumulation")
+def test_a_sum_and_its_number_train_as_plain_jax_does_on_the_whole_batch():
+    found = of_tokens()
+    expected, losses = trained_on_whole_batches(found, found["text"], found["token_loss"])
     np.testing.assert_allclose(found["pair_losses"], losses, rtol=1e-5)
-    states = found["pair_state"], found["token_state"], found["inner_state"]
-    for stacked in (found["token_params"], *(state.params for state in states)):
-        assert_close(jax.tree.map(lambda leaf: leaf[0], stacked), expected, atol=1e-5)
-    expected, _ = trained_on_whole_batches(found, text, loss, accumulate=3)
-    stacked = found["collected_result"].state.params
+    stacked = found["pair_state"].params
     assert_close(jax.tree.map(lambda leaf: leaf[0], stacked), expected, atol=1e-5)
 
 
-@of_recipe(TOKENS)
-@pytest.mark.parametrize("without", ["weight", "active", "one batch"])
+def token_step(found: dict[str, Any], divide_by: Any = "active", **options: Any) -> Any:
+    """A step that averages gradients by the weights of replicas."""
+    gradients = js.all_reduce_gradients("replica", divide_by=divide_by)
+    return js.make_train_step(
+        found["token_loss"], optax.adam(0.01), gradients=gradients, mesh=found["mesh"], **options
+    )
+
+
+@of_recipe("accumulation")
+def test_with_tokens_as_weights_batches_of_an_update_count_by_them():
+    found = of_tokens()
+    text, step = found["text"], token_step(found)
+    expected, _ = trained_on_whole_batches(found, text, found["token_loss"], accumulate=3)
+    weighted = (js.train.WeightedBatch(rows, found["tokens_of"](rows)) for rows in text)
+    *_, last = js.train_loop(step, step.init(found["words"]), weighted, accumulate=3)
+    assert_close(jax.tree.map(lambda leaf: leaf[0], last.state.params), expected, atol=1e-5)
+
+
+@of_recipe("accumulation")
+@pytest.mark.parametrize("without", ["nothing", "weight", "active", "one batch"])
 def test_each_part_of_the_recipe_for_tokens_counts(without):
     """Plain jax on the whole batch is missed by more than rounding without any one of them."""
-    found = recipe(TOKENS)
-    divide_by = "initial" if without == "active" else "active"
-    step = js.make_train_step(
-        found["token_loss"],
-        optax.adam(0.01),
-        gradients=js.all_reduce_gradients("replica", divide_by=divide_by),
-        mesh=found["mesh"],
+    found = of_tokens()
+    step = token_step(
+        found,
+        divide_by="initial" if without == "active" else "active",
         accumulate=2 if without == "one batch" else 1,
     )
     state = step.init(found["words"])
     for rows in found["text"]:
         state, _ = step(state, rows, None if without == "weight" else found["tokens_of"](rows))
     expected, _ = trained_on_whole_batches(found, found["text"], found["token_loss"])
-    assert np.abs(np.asarray(state.params["out"][0] - expected["out"])).max() > 1e-3
+    missed = np.abs(np.asarray(state.params["out"][0] - expected["out"])).max()
+    assert missed < 1e-5 if without == "nothing" else missed > 1e-3
 
 
-@of_recipe(TOKENS)
+@of_recipe("accumulation")
 def test_a_rare_exchange_weighs_replicas_by_the_tokens_of_its_own_step():
-    found = recipe(TOKENS)
+    found = of_tokens()
     replicas, optimizer = [found["words"]] * 4, optax.adam(0.01)
     states = [optimizer.init(found["words"])] * 4
     for t, rows in enumerate(found["text"], start=1):
@@ -308,11 +315,8 @@ def test_a_rare_exchange_weighs_replicas_by_the_tokens_of_its_own_step():
     assert_close(jax.tree.map(lambda leaf: leaf[0], stacked), replicas[0], atol=1e-5)
 
 
-DUE = [6, 12, 18, 24]
-
-
 def test_loggers_have_every_record():
-    found = recipe("tqdm")
+    found = recipe("Logging: TensorBoard, wandb, tqdm")
     step = js.make_train_step(
         found["loss_fn"], optax.adam(0.05), sync=found["slow"](), mesh=found["mesh"]
     )
@@ -322,36 +326,37 @@ def test_loggers_have_every_record():
     assert f"loss={losses[24]:.3g}" in found["bar"].postfix
     assert "phase=slow" in found["bar"].postfix
 
-    (file,) = Path(recipe("TensorBoard")["logs"]).iterdir()
+    (file,) = Path(found["logs"]).iterdir()
     data, scalars = file.read_bytes(), {}
     while data:  # length, its checksum, an event, its checksum
         (size,) = struct.unpack("<Q", data[:8])
         event = Event.FromString(data[12 : 12 + size])
         scalars |= {(v.tag, event.step): v.simple_value for v in event.summary.value}
         data = data[16 + size :]
-    assert scalars.keys() == {(name, t) for name in ("loss", "consensus_loss") for t in DUE}
-    assert [scalars["loss", t] for t in DUE] == pytest.approx([losses[t] for t in DUE])
-
-    # Without a network. Values are JSON; `run.finish()` may return before they are there.
-    (file,) = Path(recipe("Weights & Biases (wandb)")["run"].dir).parent.glob("*.wandb")
-    values = {t: json.dumps(loss).encode() for t, loss in losses.items()}
-    wait_until(lambda: values[24] in file.read_bytes())
-    assert [t for t, value in values.items() if value in file.read_bytes()] == DUE
+    due = [6, 12, 18, 24]
+    assert scalars.keys() == {(name, t) for name in ("loss", "consensus_loss") for t in due}
+    assert [scalars["loss", t] for t in due] == pytest.approx([losses[t] for t in due])
 
 
-@of_recipe("safetensors")
-def test_an_export_is_the_model_in_jax_flax_and_equinox():
-    found = recipe("safetensors")
-    consensus = found["step"].consensus(found["state"])
+def reading_state() -> dict[str, Any]:
+    titles = [title for title, blocks in sections("reading-state").items() if blocks]
+    return run("reading-state", *[title for title in titles if title != LOAD_IN_TORCH])
+
+
+@of_recipe("reading-state")
+def test_an_export_is_the_model_in_jax_and_flax():
+    found = reading_state()
+    titles = ["", "The consensus", "Parameters, anchor, momentum, counters"]
+    before = run("reading-state", *titles, "What an update exchanges")
+    consensus = before["step"].consensus(before["state"])
     for loaded in (found["loaded"], found["tensors"]):
         jax.tree.map(np.testing.assert_array_equal, loaded, consensus)
     np.testing.assert_array_equal(found["nnx_model"].kernel[...], found["trained"]["kernel"][...])
-    weights = [model.weight for model in (found["equinox_loaded"], found["equinox_model"])]
-    np.testing.assert_array_equal(*weights)
 
 
+@of_recipe("reading-state")
 def test_values_read_from_the_state():
-    found = run("reading-state", *sections("reading-state"))
+    found = reading_state()
     assert found["updates"] == 24
     assert found["next_phase"] == ()
     assert np.float32(found["gamma"]) == np.float32(0.1)
@@ -359,6 +364,32 @@ def test_values_read_from_the_state():
     for name, anchor in found["anchor"].items():
         assert_close(found["first_replica"][name], anchor)
     assert found["loss"] < 0.5 * np.var(found["y"][24])
+
+
+@of_recipe("reading-state")
+def test_parameters_of_all_replicas_fail_as_the_page_says():
+    found = reading_state()
+    batch = found["x"][0], found["y"][0]
+    with pytest.raises(TypeError) as error:
+        found["loss_fn"](jax.tree.map(lambda leaf: jnp.stack([leaf] * 4), found["averaged"]), batch)
+    (shown,) = outputs("reading-state", "Errors about shapes")
+    assert f"TypeError: {error.value}" in shown
+
+
+@of_recipe("reading-state")
+def test_an_exported_step_has_no_container_that_jax_cannot_write():
+    found = reading_state()
+
+    def kinds(tree):
+        data = tree.node_data()
+        return {data and data[0]}.union(*map(kinds, tree.children()))
+
+    exported, step, batch = found["exported"], found["step"], (found["x"][0], found["y"][0])
+    for tree in (exported.in_tree, exported.out_tree):
+        assert kinds(tree) <= {None, tuple, list, dict}
+    state, metrics = step(step.init(found["params"]), batch)
+    assert_close(found["state"].params, state.params)
+    assert_close(found["metrics"], metrics)
 
 
 @of_recipe(FSDP)
@@ -388,6 +419,20 @@ def test_fsdp_agrees_with_whole_leaves_and_keeps_leaves_sharded():
         assert found["model"][name].sharding.is_equivalent_to(one, found["model"][name].ndim)
 
 
+def with_local_sgd(found: dict[str, Any]) -> tuple[js.train.TrainStep, js.TrainState]:
+    """The step that the page makes of a jit step, and the state that it leaves."""
+    step = js.make_train_step(
+        found["autoencoder_loss"],
+        found["optimizer"],
+        sync=js.local_sgd("replica", sync_every=3),
+        mesh=found["fsdp_mesh"],
+    )
+    state = step.init(found["sharded"])
+    for batch in found["inputs"]:
+        state, _ = step(state, jax.device_put(batch, found["rows"]))
+    return step, state
+
+
 @of_recipe(FSDP)
 @pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 4}, {"data": 2}], ids=["fsdp", "whole"])
 def test_replicas_are_along_the_axis_that_a_jit_step_has(sizes):
@@ -405,7 +450,7 @@ def test_replicas_are_along_the_axis_that_a_jit_step_has(sizes):
     state = step.init(params)
     for batch in found["inputs"]:
         state, _ = step(state, jax.device_put(batch, NamedSharding(mesh, P(tuple(sizes)))))
-    assert_close(state.params, found["trained"]["local_sgd"].params, rtol=1e-4, atol=1e-5)
+    assert_close(state.params, with_local_sgd(found)[1].params, rtol=1e-4, atol=1e-5)
 
 
 @of_recipe(FSDP)
@@ -448,7 +493,7 @@ def test_bytes_of_fsdp_are_those_of_blocks():
     assert sent == {"reduce-scatter": block, "all-gather": block}
     # The step gathers nothing where it averages.
     batch = jax.device_put(found["inputs"][0], found["rows"])
-    report = js.comm_report(found["steps"]["local_sgd"], found["trained"]["local_sgd"], batch)
+    report = js.comm_report(*with_local_sgd(found), batch)
     moved: dict[tuple[str, str], int] = {}
     for row in report.select(level="compiled"):
         moved[row.kind, row.axis] = moved.get((row.kind, row.axis), 0) + row.bytes
@@ -456,20 +501,28 @@ def test_bytes_of_fsdp_are_those_of_blocks():
     assert ("local", "replica") not in moved
 
 
-@of_recipe(FSDP)
 def test_a_gpt_by_rules_trains_as_a_whole_one():
-    found = recipe(FSDP)
-    whole = js.make_train_step(
-        found["gpt_loss_fn"](found["gpt"]),
-        optax.adam(1e-2),
-        sync=js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4),
-        mesh=js.virtual_mesh({"replica": 2}),
+    mesh = js.make_mesh({"replica": 2, "fsdp": 2, "tensor": 2})
+    gpt = GPTConfig(num_layers=1, num_heads=2, embed_dim=16, context_length=8, qkv_by_head=True)
+    text = np.random.default_rng(0).integers(0, 256, (4, 8, 9)).astype(np.uint8)
+
+    def trained(loss_fn, mesh, params):
+        sync = js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4)
+        step = js.make_train_step(loss_fn, optax.adam(1e-2), sync=sync, mesh=mesh)
+        state = step.init(params)
+        for batch in text:
+            state, _ = step(state, batch)
+        return state.params
+
+    sharded = jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)),
+        init_gpt(gpt),
+        gpt_param_specs(gpt, mesh),
     )
-    state = whole.init(found["init_gpt"](found["gpt"]))
-    for batch in found["text"]:
-        state, _ = whole(state, batch)
-    assert_close(found["gpt_state"].params, state.params, rtol=1e-4, atol=1e-4)
-    kernel = found["gpt_state"].params["blocks"][0]["expand"]["kernel"]
+    params = trained(gpt_loss_fn(gpt, gpt_rules(mesh)), mesh, sharded)
+    whole = trained(gpt_loss_fn(gpt), js.virtual_mesh({"replica": 2}), init_gpt(gpt))
+    assert_close(params, whole, rtol=1e-4, atol=1e-4)
+    kernel = params["blocks"][0]["expand"]["kernel"]
     assert kernel.sharding.spec == P("replica", "fsdp", "tensor")
 
 
