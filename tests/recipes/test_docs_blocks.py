@@ -19,8 +19,8 @@ from recipes.doc_blocks import (
     sections,
 )
 
-PAGES = """accumulation before-you-move-pmean checkpoints choosing ddp embeddings gpu graphs
-    input-pipeline islands mixed-precision model-parallel other-trainers outer reading-state start
+PAGES = """accumulation before-you-move-pmean checkpoints choosing ddp embeddings
+    from-a-loop-to-diloco gpu graphs input-pipeline islands mixed-precision model-parallel other-trainers outer reading-state start
     your-data"""
 # tests/torch_compat and tests/on_jax run what needs torch, and tests/tpu_aot what needs libtpu, in
 # environments of their own; one mesh has 64 chips.
