@@ -34,7 +34,7 @@ FOUND_FIRST = {
     "powersgd": "api/hooks/#jaxslowmo.hooks.powersgd",
     "make_mesh": "api/mesh/#jaxslowmo.make_mesh",
     "comm_report": "api/reports/#jaxslowmo.comm_report",
-    "TPUManager": "tpu-manager/",
+    "TPUManager": "torch/#tpumanager",
     "generator": "your-data/#a-generator",
     "dataloader": "your-data/#dataloader-of-torch",
     "grain": "your-data/#grain",

@@ -75,3 +75,14 @@ def unlike_calls(calls: Mapping[int, str]) -> str:
         "run the same forward passes in training mode, backward passes, perform_slowmo() or "
         "consolidated_state_dict(), or arguments of the wrapper differ."
     )
+
+
+def last_exchanges(lost: Mapping[int, str], own: str) -> str:
+    """Return a sentence with the last exchange of lost processes and that of this one.
+
+    Args:
+      lost: maps the rank of a process that is lost to the last exchange known of it, "" for none.
+      own: the exchange in which this process waits.
+    """
+    calls = [f"that of process {rank} was {call}" for rank, call in lost.items() if call]
+    return f" Its last exchange: {', '.join(calls)}; this process is in {own}." if calls else ""

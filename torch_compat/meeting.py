@@ -13,7 +13,7 @@ import traceback
 from concurrent.futures import Future
 from types import FrameType
 
-from .errors import PeerLostError, UnlikeCallsError, unlike_calls
+from .errors import PeerLostError, UnlikeCallsError, last_exchanges, unlike_calls
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Meeting:
             while missing := [i for i, round_ in enumerate(self._rounds) if round_ < goal]:
                 if self._arrived.wait(_POLL_SECONDS):
                     continue
-                self._check(missing, time.monotonic() - begin)
+                self._check(missing, time.monotonic() - begin, call)
                 if time.monotonic() >= notice:
                     notice += NOTICE_SECONDS
                     _log.warning(
@@ -74,7 +74,7 @@ class Meeting:
             if len(set(calls)) > 1:
                 raise UnlikeCallsError(unlike_calls(dict(enumerate(calls))))
 
-    def _check(self, missing: list[int], seconds: float) -> None:
+    def _check(self, missing: list[int], seconds: float, call: str) -> None:
         ended = [i for i in missing if i in self._threads and not _is_busy(self._threads[i])]
         failures = _failures()
         if not ended:
@@ -83,9 +83,11 @@ class Meeting:
             failures = [e for e in failures if unknown and _came_through(e, "torch_xla")]
         if ended or failures:
             how = f"raised {failures[-1]!r}" if failures else "returned"
+            lost = ended or missing
             raise PeerLostError(
-                f"Process {_join(ended or missing)} of {self.parties} will not take part in this "
+                f"Process {_join(lost)} of {self.parties} will not take part in this "
                 f"exchange: its function has {how}. All processes must make the same calls."
+                + last_exchanges({i: self._calls[self._rounds[i] % 2][i] for i in lost}, call)
             ) from (failures[-1] if failures else None)
         if seconds > LIMIT_SECONDS:
             raise PeerLostError(

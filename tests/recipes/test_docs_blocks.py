@@ -27,8 +27,6 @@ PAGES = """accumulation before-you-move-pmean checkpoints choosing ddp embedding
 ELSEWHERE: dict[str, tuple[str, ...]] = {
     "torch": (),
     "torch-on-jax": (),
-    "torch-xla": (),
-    "tpu-manager": (),
     "tpu": ("Several slices", *TPU),
     "your-data": ("DataLoader of torch",),
     "reading-state": (LOAD_IN_TORCH,),

@@ -17,18 +17,18 @@ from support.waiting import PATIENCE_SECONDS
 ROOT = next(p for p in Path(__file__).parents if (p / "pyproject.toml").exists())
 
 
-def programs(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+DDP = "DDP before, SlowMo after"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def run(program: str, folder: Path) -> list[str]:
-    """The lines that it prints."""
+def run(program: str, folder: Path, *by: str) -> list[str]:
+    """The lines that it prints, started by Python with the arguments `by`."""
     script = folder / "program.py"
     script.write_text(program)
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT)}
     environment.pop("CPU_NUM_DEVICES", None)
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, *by, str(script)],
         env=environment,
         capture_output=True,
         text=True,
@@ -41,7 +41,7 @@ def run(program: str, folder: Path) -> list[str]:
 
 
 def test_manager_and_its_padded_batches_that_compile_no_more(tmp_path: Path):
-    program, padded = programs("tpu-manager.md")
+    program, padded = sections("torch")["TPUManager"]
     steps = [line.split() for line in run(program, tmp_path)]
     assert [step[:2] for step in steps] == [["50", "64"], ["100", "64"], ["150", "64"]]
     assert float(steps[-1][2]) < 0.05
@@ -49,21 +49,20 @@ def test_manager_and_its_padded_batches_that_compile_no_more(tmp_path: Path):
     assert re.fullmatch("compiled in steps 1 to 20: [45], after that: 0", line)
 
 
-@pytest.mark.parametrize("page", ["torch-xla.md", "torch.md"])
-def test_slowmo(tmp_path: Path, page: str):
-    program, *others = programs(page)
+@pytest.mark.parametrize("index", range(3))
+def test_ddp_before_and_slowmo_after_learn_and_resume(tmp_path: Path, index: int):
+    program = sections("torch")[DDP][index]
+    lines = [run(program, tmp_path, *TORCHRUN)[-1] for _ in range(2)]
+    assert float(lines[0].removeprefix("loss ")) < 0.2
+    assert lines[1] == lines[0]  # from the checkpoints
+    assert len(list(tmp_path.glob("checkpoint*.pt"))) == (1 if index == 0 else 2)
+
+
+def test_slowmo_under_spawn(tmp_path: Path):
+    (program,) = sections("torch")["xmp.spawn"]
     line = run(program, tmp_path)[-1]
     assert line.startswith("loss of process 0 of 2: ")
     assert float(line.split()[-1]) < 0.1
-    for other in others:
-        assert float(run(other, tmp_path)[-1].removeprefix("loss of the mean: ")) < 0.5
-
-
-def test_pages_say_what_differs_from_ddp_right_after_their_first_program():
-    for page in ("torch.md", "torch-xla.md", "tpu-manager.md"):
-        first, *_ = (ROOT / "docs" / page).read_text().partition("\n## ")
-        _, _, after = first.partition("```python")
-        assert "What differs from DDP" in after, page
 
 
 OF_TORCH = """

@@ -6,7 +6,8 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -15,6 +16,20 @@ from torch.utils.data import DataLoader
 from ..slowmo import SlowMoDistributedDataParallel as Wrapper
 from .model import LanguageModel, mean_loss
 from .text import TextStream, standard_library, validation_batch
+
+
+@contextmanager
+def no_output() -> Iterator[None]:
+    """Discard what the block prints: in torch 2.9 gloo prints a line in every process."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def prepare_to_spawn(options: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ..slowmo import SlowMoDistributedDataParallel
 from .arguments import MODEL, SLOWMO, STEPS, TRAINING, Parser
 from .model import LanguageModel
-from .replicas import run
+from .replicas import no_output, run
 
 parse = Parser("train_torchrun", __doc__, STEPS, TRAINING, SLOWMO, MODEL).parse
 
@@ -25,7 +25,8 @@ def join() -> torch.device:
     if "LOCAL_RANK" not in os.environ:
         sys.exit("Start this program by torchrun, which connects the processes.")
     if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
+        with no_output():
+            dist.init_process_group("gloo")
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)

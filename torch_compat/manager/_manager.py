@@ -44,8 +44,7 @@ class TPUManager(mp.Process):
 
     These settings of the model, changed between two steps, apply from the next one on in all
     replicas: `requires_grad_()`, `train()` and `eval()`, and attributes of its modules that are
-      numbers,
-    strings, None, or tuples of at most 16 of these.
+    numbers, strings, None, or tuples of at most 16 of these.
 
     Args:
       model: module on the CPU; its `forward` returns the loss as a tensor, as the first of a tuple,

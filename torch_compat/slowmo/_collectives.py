@@ -25,13 +25,17 @@ class Collectives:
     """The collectives of one process; call them inside `graph`, and in all processes.
 
     There is one collective per dtype, and none with a single process.
+
+    Attributes:
+      num_updates: number of calls of `perform_slowmo` so far.
+      num_missed: steps without a call so far, less calls without a step; see `Steps`.
     """
 
     def __init__(self, places: Places, backend: Backend) -> None:
         self.places = places
         self.backend = backend
         self._masks: dict[tuple[bool, torch.device], torch.Tensor] = {}
-        self.num_updates = 0
+        self.num_updates = self.num_missed = 0
         self.forget_absent()
 
     # For a join context: which processes have no more data.
@@ -78,7 +82,7 @@ class Collectives:
 
     def _tell(self, *, has_data: bool, can_step: bool) -> dict[int, Exchange]:
         if has_data:
-            header = Exchange(Kind.ROUND, 0, self.num_updates)
+            header = Exchange(Kind.ROUND, 0, self.num_updates, self.num_missed)
         else:
             before = self.absent.get(self.places.rank, self.num_updates)
             header = Exchange(Kind.NO_DATA, before if can_step else -1, self.num_updates)
@@ -130,7 +134,7 @@ class Collectives:
           UnlikeCallsError: another process is in a different exchange.
           PeerLostError: another process has ended.
 
-        Communication: `Backend.meet`: 32 bytes over gloo, to every process; only to those of the
+        Communication: `Backend.meet`: 40 bytes over gloo, to every process; only to those of the
           node for `Kind.GRADIENTS`; to these and the peers of the node if there are `edges`.
         """
         launch(device)
@@ -138,7 +142,7 @@ class Collectives:
             self._heard = None
         elif self.places.world_size > 1:
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            exchange = Exchange(kind, num_bytes, self.num_updates)
+            exchange = Exchange(kind, num_bytes, self.num_updates, self.num_missed)
             self.backend.meet(exchange, device, self._peers(kind, edges))
         with own_graph(device) as writes:
             yield writes

@@ -18,6 +18,7 @@ from ._options import LOG, SlowMoBaseAlgorithm, has_slow_momentum, settle, show_
 from ._parameters import HALF, Groups, Masters, Parameters, may_change
 from ._replica import Replica
 from ._state import SavesReplica, consolidate
+from ._steps import Steps
 from .backends import Kind
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -138,10 +139,11 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         the first forward pass processes that start from different parameters.
       RuntimeError: neither torch_xla nor an initialised `torch.distributed`.
       UnlikeCallsError: in an exchange, with gloo and on CPU devices: processes have made different
-        calls.
+        calls, or one of them has left out `perform_slowmo` after a step, or called it twice.
       PeerLostError: in an exchange, with gloo and on CPU devices: another process has ended.
       UserWarning: arguments without effect, a base algorithm that is off, frequencies that are not
-        multiples, half precision without masters.
+        multiples, half precision without masters; more than `slowmo_frequency` steps of an
+        optimizer without a call of `perform_slowmo`.
 
     Communication, N the bytes of the parameters that require a gradient, over XLA in a fixed number
       of separate graphs:
@@ -157,9 +159,10 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
       start, and when parameters are frozen or unfrozen: an all-gather of 16 bytes per process,
       another one for slow momentum, and two of N if it is sharded and has begun. Steps in which
       nothing is due trace and send nothing.
-      Over gloo each of these begins with a header of 32 bytes (kind, bytes, updates, wrapper) from
-      every process that takes part to each other one: in the node for gradients, along the edges of
-      the graph and in the node for SGP, else to all. It takes one network latency, no round trip.
+      Over gloo each of these begins with a header of 40 bytes (kind, bytes, calls, steps, wrapper)
+      from every process that takes part to each other one: in the node for gradients, along the
+      edges of the graph and in the node for SGP, else to all. It takes one network latency, no
+      round trip.
 
     Source: Wang et al., "SlowMo", ICLR 2020 (arXiv:1910.00643), algorithm 1; Stich, "Local SGD
       Converges Fast and Communicates Little", ICLR 2019 (arXiv:1808.07217); Assran et al.,
@@ -247,6 +250,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         self._hooks = BackwardHooks()
         if self._replica.waits_for_backward:
             self._hooks.on_parameters(self, module.parameters())
+        exchanges = places.world_size > 1 and (self.slowmo or places.num_nodes > 1)
+        self._steps = Steps(self._replica.collectives, slowmo_frequency if exchanges else None)
         self._was_numerator = False
         self._must_check = init_sync
         self._others: str | None = None
@@ -273,6 +278,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         named = dict(self.module.named_parameters())
         is_own = all(isinstance(param, torch.nn.Parameter) for param in named.values())
         params = replica.exchanged_params(named, notices=self.training and is_own)
+        if is_own:
+            self._steps.note_forward(params)
         trains = self.training and torch.is_grad_enabled() and is_own
         if trains:
             self._broadcasts_next = self._averages_gradients
@@ -354,6 +361,8 @@ class SlowMoDistributedDataParallel(SavesReplica, NamesOfFairScale, LikeDDP):
         params = self._params_of_step(fp32_params)
         groups = self._groups(optimizer, params)
         self._check_covered(groups, params, others)
+        if self.process_rank not in replica.collectives.absent:
+            self._steps.note_call(groups.optimizers)
         lacks_masters = not params.masters and any(p.dtype in HALF for p in params.tensors)
         if self.num_updates == 0 and lacks_masters:
             text = "Set `fp32_params` in perform_slowmo(): half-precision parameters lose accuracy."

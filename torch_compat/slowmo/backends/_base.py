@@ -73,7 +73,7 @@ class Backend(ABC):
           Over gloo the headers of this process and of those it receives from, equal except those
           of `Kind.NO_DATA`; otherwise an empty dict.
 
-        Communication: over gloo 32 bytes to each process that it sends to; otherwise nothing.
+        Communication: over gloo 40 bytes to each process that it sends to; otherwise nothing.
         """
 
     def join_group(self) -> Any:

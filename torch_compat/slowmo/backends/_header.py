@@ -59,22 +59,29 @@ class Exchange(NamedTuple):
       num_bytes: the bytes that one process contributes; for `Kind.NO_DATA` the number of updates
         that it has made with data, or -1 if it cannot make any without data.
       num_updates: number of calls of `perform_slowmo` so far.
+      num_missed: optimizer steps that no call has followed so far, less calls without a step.
       wrapper: number of the wrapper, in the order in which this process has made them, from 0.
     """
 
     kind: Kind
     num_bytes: int
     num_updates: int
+    num_missed: int = 0
     wrapper: int = 0
 
     def __str__(self) -> str:
-        updates = f"{self.num_updates} update{'' if self.num_updates == 1 else 's'}"
+        calls, steps = self.num_updates, self.num_updates + self.num_missed
+        after = f"after {_count(calls, 'call')} of perform_slowmo() in {_count(steps, 'step')}"
         which = f" of wrapper {self.wrapper + 1}" if self.wrapper else ""
-        return f"{self.kind} ({self.num_bytes:,} bytes, after {updates}{which})"
+        return f"{self.kind} ({self.num_bytes:,} bytes, {after}{which})"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 class Headers:
-    """The headers of exchanges between the processes of one gloo group, 32 bytes each.
+    """The headers of exchanges between the processes of one gloo group, 40 bytes each.
 
     A process sends headers in the order of its calls: its next header says what it does next,
     whichever processes take part in that. A receive for the next header is posted before it is

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ...errors import PeerLostError, UnlikeCallsError, unlike_calls
+from ...errors import PeerLostError, UnlikeCallsError, last_exchanges, unlike_calls
 from ._header import Exchange, Headers, Kind, doze
 
 _log = logging.getLogger("torch_compat.slowmo")
@@ -54,6 +54,7 @@ class Waiting:
         )
         _made[group.group_name] += 1
         self._headers = Headers(group, self._size)
+        self._last: dict[int, Exchange] = {}  # the last exchange of each process, as known here
         self.wrappers = itertools.count()  # the next number for a wrapper of the group
         self.node_groups: dict[tuple[int, ...], Any] = {}  # groups that cannot be made twice
 
@@ -85,6 +86,7 @@ class Waiting:
           UnlikeCallsError: a process is in a different exchange.
           PeerLostError: a process is lost; the text names it.
         """
+        self._last[self._rank] = exchange
         with self._naming_lost_processes():
             self._headers.send(exchange, targets, sources)
             since = time.monotonic()
@@ -107,6 +109,7 @@ class Waiting:
                     self._headers.probe(missing)
                     self._say(polls, seconds, missing)
             headers = {self._rank: exchange, **self._headers.take(sources)}
+            self._last |= headers
             self._compare(headers)
             return headers
 
@@ -229,6 +232,10 @@ class Waiting:
         return (
             f"Process {', '.join(map(str, silent))} of {self._size} has ended, or is stuck: it "
             "does not answer, and a connection has broken."
+            + last_exchanges(
+                {rank: str(self._last.get(rank, "")) for rank in silent},
+                str(self._last.get(self._rank, "an exchange")),
+            )
         )
 
 

@@ -138,20 +138,20 @@ UNLIKE = {
     "evaluation in training mode": (
         *(2, evaluation_in_training_mode),
         [
-            f"process 0 {BUFFERS} (32 bytes, after 1 update)",
-            f"process 1 {AVERAGE} (84 bytes, after 1 update)",
+            f"process 0 {BUFFERS} (32 bytes, after 1 call of perform_slowmo() in 1 step)",
+            f"process 1 {AVERAGE} (84 bytes, after 1 call of perform_slowmo() in 1 step)",
         ],
     ),
     "wrappers in another order": (
         *(2, two_wrappers_in_another_order),
-        [f"process 0 {AVERAGE}", "after 1 update of wrapper 2)"],
+        [f"process 0 {AVERAGE}", "after 1 call of perform_slowmo() in 1 step of wrapper 2)"],
     ),
     "one step more": (3, another_step, [f"processes 0, 1 {BUFFERS}", f"process 2 {AVERAGE}"]),
     "other frequencies": (
         *(2, of_another_frequency),
         [
-            f"process 0 {AVERAGE} (60 bytes, after 1 update)",
-            f"process 1 {AVERAGE} (60 bytes, after 2 updates)",
+            f"process 0 {AVERAGE} (60 bytes, after 1 call of perform_slowmo() in 1 step)",
+            f"process 1 {AVERAGE} (60 bytes, after 2 calls of perform_slowmo() in 2 steps)",
         ],
     ),
     # Nodes are told of each other's trouble, too.

@@ -150,7 +150,7 @@ def out_of_time():
 def test_the_time_limit_of_the_group_holds():
     message, _ = spawned(2, out_of_time)
     assert message.startswith("Process 1 of 2 has not come to the average of parameters")
-    assert "(440 bytes, after 1 update)" in message
+    assert "(440 bytes, after 1 call of perform_slowmo() in 1 step)" in message
     assert "1 s (`timeout` of init_process_group)" in message
 
 
