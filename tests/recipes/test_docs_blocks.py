@@ -19,7 +19,7 @@ from recipes.doc_blocks import (
     sections,
 )
 
-PAGES = """accumulation before-you-move-pmean checkpoints choosing ddp embeddings gpu graphs index
+PAGES = """accumulation before-you-move-pmean checkpoints choosing ddp embeddings gpu index
     input-pipeline islands mixed-precision model-parallel other-trainers outer reading-state start
     your-data"""
 # tests/torch_compat and tests/on_jax run what needs torch, and tests/tpu_aot what needs libtpu, in
@@ -32,6 +32,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tpu": ("Several slices", *TPU),
     "your-data": ("DataLoader of torch",),
     "input-pipeline": ("DataLoader of torch",),
+    "model-parallel": TORCH,
 }
 
 
@@ -64,7 +65,6 @@ def test_page_runs(page, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("page", "titles"),
     [
-        ("graphs", ["Mixing"]),
         ("model-parallel", ["When not to pipeline"]),
         ("accumulation", [SETTING, "What is sent"]),
     ],
