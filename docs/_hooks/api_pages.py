@@ -57,6 +57,7 @@ def _path(name: str) -> str:
 
 
 def main() -> None:
+    """Writes the tables."""
     for page in sorted((ROOT / "docs" / "api").glob("*.md")):
         page.write_text(with_summaries(page.read_text("utf-8")), "utf-8")
 
