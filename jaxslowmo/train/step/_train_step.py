@@ -178,7 +178,7 @@ class TrainStep:
             weighted with the batches' weights.
 
         Returns:
-          `(state, metrics)`: metrics of this batch are stacked per replica, (replicas,), with "loss";
+          `(state, metrics)`: metrics of this batch, stacked per replica, (replicas,), with "loss";
           with a weight also "weight", and zeros for replicas of weight 0.
 
         Raises:
