@@ -1,4 +1,4 @@
-"""Writes the tables and the picture of docs/study-size.md from the rows of gpu_study.py.
+"""Writes benchmarks/results/study_by_size.md and docs/study-size.png from the rows of gpu_study.py.
 
     python benchmarks/gpu_study_report.py
 
@@ -31,7 +31,8 @@ from gpu_study import (
 
 from jaxslowmo.cli._figures import COLOURS, INK, clean, draw_line, new_figure, save_figure
 
-PAGE = ROOT / "docs" / "study-size.md"
+PAGE = ROOT / "benchmarks" / "results" / "study_by_size.md"
+PICTURE = ROOT / "docs" / "study-size.png"
 SIZES = ("1m", "10m", "40m", "124m")
 # Scaling laws for DiLoCo (arXiv 2503.09799), table 4: loss of data parallelism, and of DiLoCo with
 # 4 replicas, every 30 updates, 20 tokens per parameter.
@@ -257,8 +258,8 @@ def main() -> None:
     parser.parse_args()
     results = Results(RESULTS, EXPERIMENTS, {})
     PAGE.write_text(with_tables(PAGE.read_text("utf-8"), tables(results)), "utf-8")
-    draw(read_rows(RESULTS), PAGE.with_suffix(".png"))
-    print(f"Written to {PAGE} and {PAGE.with_suffix('.png')}")
+    draw(read_rows(RESULTS), PICTURE)
+    print(f"Written to {PAGE} and {PICTURE}")
 
 
 if __name__ == "__main__":

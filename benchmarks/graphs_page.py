@@ -1,8 +1,8 @@
-"""Writes the picture and the tables of docs/graphs.md.
+"""Writes docs/graphs.png and the tables of benchmarks/results/graphs.md.
 
     python benchmarks/graphs_page.py
 
-For graphs of your own call `js.topology.analyse`, as that page shows.
+For graphs of your own call `js.topology.analyse`, as docs/choosing.md shows.
 """
 
 import re
@@ -16,7 +16,9 @@ from matplotlib.rcsetup import cycler
 from jaxslowmo.cli._figures import COLOURS, INK, clean, draw_line, new_figure, save_figure
 from jaxslowmo.topology import GRAPHS, GraphAnalysis, analyse, make_graph
 
-PAGE = Path(__file__).parents[1] / "docs" / "graphs.md"
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "benchmarks" / "results" / "graphs.md"
+PICTURE = ROOT / "docs" / "graphs.png"
 BEGIN, END = "<!-- graphs: begin -->", "<!-- graphs: end -->"
 NODES, PICTURED_NODES = (4, 8, 16, 32, 64, 128, 256), (16, 64)
 TOLERANCE = 1e-3
@@ -109,7 +111,7 @@ def draw(path: Path, sizes: Sequence[int] = PICTURED_NODES) -> None:
 def main() -> None:
     before, _, after = re.split(f"{BEGIN}|{END}", PAGE.read_text(encoding="utf-8"))
     PAGE.write_text(f"{before}{BEGIN}\n\n{tables()}\n{END}{after}", encoding="utf-8")
-    draw(PAGE.with_suffix(".png"))
+    draw(PICTURE)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ PARSER.add_argument("--pictures", type=Path, default=ROOT / "docs", help="folder
 
 PAGES = [
     ROOT / "docs" / "study.md",
-    ROOT / "docs" / "choosing.md",
     ROOT / "benchmarks" / "results" / "study.md",
 ]
 

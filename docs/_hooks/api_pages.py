@@ -1,21 +1,26 @@
-"""Fills in the API pages: a table of names and an entry each, where a page names a package."""
+"""Adds an entry for each name in the tables of the API pages.
+
+    python docs/_hooks/api_pages.py
+
+writes into these tables what each name is: the first line of its docstring.
+"""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from names import PublicName, public_names, search_boost
+from names import ROOT, public_names, search_boost, target, targets
 
-# `<!-- names of jaxslowmo.algorithms -->`
-MARK = re.compile(r"^<!-- names of ([\w.]+) -->$", re.MULTILINE)
+TABLE = re.compile(r"^\| name \| what it is \|\n\|---\|---\|\n(?:\|.*\n?)+", re.MULTILINE)
+ROW = re.compile(r"^\| `([\w.]+)` \|(.*)$", re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, **kwargs: object) -> str:
     """Called by mkdocs for every page before it is rendered."""
-    # Under a heading per package where the page has several.
-    level = 3 if len(MARK.findall(markdown)) > 1 else 2
-    return MARK.sub(lambda match: _entries(public_names()[match[1]], level), markdown)
+    # Under a heading per table where the page has several.
+    level = 3 if len(TABLE.findall(markdown)) > 1 else 2
+    return TABLE.sub(lambda table: f"{table[0]}\n{_entries(table[0], level)}\n", markdown)
 
 
 def on_post_build(config: Any) -> None:
@@ -29,17 +34,33 @@ def on_post_build(config: Any) -> None:
     path.write_text(json.dumps(index, separators=(",", ":")), encoding="utf-8")
 
 
-def _entries(names: list[PublicName], level: int) -> str:
-    # Of a module without names at the top level the name alone, which is narrow.
-    has_top = any(name.path.count(".") == 1 for name in names)
-    lines = ["| name | what it is |", "|---|---|"]
-    for name in names:
-        shown = name.short if has_top else name.path.rpartition(".")[2]
-        lines.append(f"| [`{shown}`][{name.path}] | {_cell(name.summary)} |")
-    for name in names:
-        lines += ["", f"::: {name.path}", "    options:", f"      heading_level: {level}"]
-    return "\n".join(lines)
+def with_summaries(markdown: str) -> str:
+    """Return the page with the first line of each name's docstring in its tables."""
+    return TABLE.sub(lambda table: ROW.sub(_row, table[0]), markdown)
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", r"\|")
+def _row(row: re.Match[str]) -> str:
+    summary = public_names()[_path(row[1])].summary.replace("|", r"\|")
+    return f"| `{row[1]}` | {summary} |"
+
+
+def _entries(table: str, level: int) -> str:
+    entry = "::: {}\n    options:\n      heading_level: {}\n"
+    return "\n".join(entry.format(_path(name), level) for name, _ in ROW.findall(table))
+
+
+def _path(name: str) -> str:
+    path = target(name, targets())
+    if path is None:
+        raise ValueError(f"A table of the API must list public names, got {name!r}.")
+    return path
+
+
+def main() -> None:
+    """Writes the tables."""
+    for page in sorted((ROOT / "docs" / "api").glob("*.md")):
+        page.write_text(with_summaries(page.read_text("utf-8")), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

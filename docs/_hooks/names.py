@@ -53,27 +53,26 @@ class PublicName(NamedTuple):
 
 
 @functools.cache
-def public_names() -> dict[str, list[PublicName]]:
-    """Public names by the package they are listed under, functions before classes."""
+def public_names() -> dict[str, PublicName]:
+    """Public names by their dotted paths."""
     package = ROOT / "jaxslowmo"
-    groups: dict[str, list[PublicName]] = {}
-    reexports = _reexports(package / "__init__.py")
     # Not `__version__`, nor modules: `from . import train`.
-    above = [(m, n) for m, n in reexports if m and n not in TOPICS and n[0] != "_"]
-    for module, name in above:
-        summary = _summary(package, module, name)
-        groups.setdefault(_group(module, name), []).append(PublicName(f"jaxslowmo.{name}", summary))
+    above = [
+        (module, name)
+        for module, name in _reexports(package / "__init__.py")
+        if module and name not in TOPICS and name[0] != "_"
+    ]
+    names = [PublicName(f"jaxslowmo.{n}", _summary(package, m, n)) for m, n in above]
     for topic, place in TOPICS.items():
-        for public in _names_in(package / place, f"jaxslowmo.{topic}"):
-            name = public.path.rpartition(".")[2]
-            if (topic, name) not in above:  # else it is listed as a name of the top level
-                groups.setdefault(_group(topic, name), []).append(public)
-    groups["torch_compat"] = _names_in(ROOT / "torch_compat/__init__.py", "torch_compat")
-    on_jax = ROOT / "torch_compat/on_jax/__init__.py"
-    groups["torch_compat.on_jax"] = _names_in(on_jax, "torch_compat.on_jax")
-    return {group: sorted(names, key=_is_class) for group, names in groups.items()}
+        found = _names_in(package / place, f"jaxslowmo.{topic}")
+        # Else it is listed as a name of the top level.
+        names += [x for x in found if (topic, x.path.rpartition(".")[2]) not in above]
+    names += _names_in(ROOT / "torch_compat/__init__.py", "torch_compat")
+    names += _names_in(ROOT / "torch_compat/on_jax/__init__.py", "torch_compat.on_jax")
+    return {name.path: name for name in names}
 
 
+@functools.cache
 def targets() -> dict[str, str]:
     """What pages may write of a public name, and its dotted path.
 
@@ -83,13 +82,14 @@ def targets() -> dict[str, str]:
     """
     found: dict[str, str] = {}
     short: dict[str, list[str]] = {}
-    for group, names in public_names().items():
-        for name in names:
-            last = name.path.rpartition(".")[2]
-            found |= {name.path: name.path, name.short: name.path}
-            is_word = re.fullmatch(r"[A-Za-z][a-z]*", last)
-            if group == "jaxslowmo.algorithms" or not is_word:
-                short.setdefault(last, []).append(name.path)
+    top = _reexports(ROOT / "jaxslowmo" / "__init__.py")
+    algorithms = {name for module, name in top if module == "algorithms"}
+    for name in public_names().values():
+        last = name.path.rpartition(".")[2]
+        found |= {name.path: name.path, name.short: name.path}
+        is_word = re.fullmatch(r"[A-Za-z][a-z]*", last)
+        if not is_word or last in algorithms:
+            short.setdefault(last, []).append(name.path)
     return found | {last: paths[0] for last, paths in short.items() if len(paths) == 1}
 
 
@@ -122,18 +122,6 @@ def _is_all(node: ast.stmt) -> TypeGuard[ast.Assign]:
     return isinstance(node, ast.Assign) and _targets(node) == ["__all__"]
 
 
-def _group(package: str, name: str) -> str:
-    """Return what the pages call the names beside which this one is listed.
-
-    Those of a public file, such as `gradients/precision.py`, are listed by themselves.
-    """
-    place = ROOT / "jaxslowmo" / TOPICS.get(package, package)
-    sources = _reexports(place) if place.name == "__init__.py" else []
-    files = [m for m, n in sources if n == name and m[0] not in "._"]
-    files = [m for m in files if (place.parent / f"{m}.py").exists()]
-    return ".".join(["jaxslowmo", package, *files])
-
-
 def search_boost(anchor: str) -> float:
     """How much an entry of the API counts in the site's search.
 
@@ -141,15 +129,10 @@ def search_boost(anchor: str) -> float:
     and better find, and the shorter of two names before the longer: `local_sgd` before
     `hierarchical_local_sgd`. Members of classes count least.
     """
-    if anchor not in {name.path for names in public_names().values() for name in names}:
+    if anchor not in public_names():
         return 0.5
     last = anchor.rpartition(".")[2]
     return 1 if last[0].isupper() else max(8 / len(last.split("_")), 3)
-
-
-def _is_class(name: PublicName) -> bool:
-    last = name.path.rpartition(".")[2]
-    return last[0].isupper() and not last.isupper()
 
 
 @functools.cache

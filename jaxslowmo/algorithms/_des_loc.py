@@ -29,19 +29,15 @@ def des_loc(
         m_i <- mean of all m_i                 if t % (3 K) == 0
         v_i <- mean of all v_i                 if t % (6 K) == 0
 
-    Averages of the parameters matter most, those of the moments only about as often as the moments
-    forget. It is `js.local_sgd` with `inner_state` of such periods: averages follow the update
-    (the paper's precede it), and clipping is the optimizer's.
-
-    An element of which one replica has seen no gradient, such as an embedding's row, has v = 0
-    there, and after an average of m alone the next step is m / eps. `moments={"mu": 3, "nu": 3}`
-    or an eps of 1e-4 avoids such steps: docs/outer.md.
+    It is `js.local_sgd` with `inner_state` of such periods: averages follow the update (the paper's
+    precede it). With sparse gradients use `moments={"mu": 3, "nu": 3}`, or an eps of 1e-4:
+    docs/outer.md says why.
 
     Args:
       axis_name: mapped axis of the replicas.
       sync_every: period K of the parameters, or `js.every(...)`.
-      moments: for each field of optax states whose moments are averaged how many averages of
-        parameters there are to one of its own, >= 1; None is `{"mu": 3, "nu": 6}`, for Adam.
+      moments: for each field of optax states the number of averages of parameters to one of its
+        own, >= 1; None is `{"mu": 3, "nu": 6}`, for Adam.
       local_axis_name: axis of the devices inside a replica, as in `js.local_sgd`.
       bucket_bytes: size at which a buffer is complete, in bytes; see `js.local_sgd`.
       codec: format of the parameters' exchange; moments are sent in their own dtypes.
@@ -54,11 +50,9 @@ def des_loc(
         a field that is not in the optimizer's state.
 
     Communication: that of `js.local_sgd`, and in updates in which moments are due one all-reduce of
-      their bytes, for each field: with N bytes of parameters and float32 moments N / K + N / (3 K)
-      + N / (6 K) per update.
+      their bytes, for each field.
 
-    Source: Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training
-      Foundation Models", 2025, arXiv 2505.22549, algorithms 1 and 2.
+    Source: Iacob et al., "DES-LOC", 2025, arXiv 2505.22549, algorithms 1 and 2.
     """
     schedule, moments = as_schedule(sync_every), {"mu": 3, "nu": 6} if moments is None else moments
     if not isinstance(moments, Mapping):

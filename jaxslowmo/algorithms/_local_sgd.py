@@ -135,7 +135,7 @@ def hierarchical_local_sgd(
     """Average the parameters over nested groups of replicas, over the larger ones less often.
 
     Put it last in a chain, after the optimizer. In every update the largest group that is due
-    averages y = params + updates, which also makes the smaller groups inside it agree.
+    averages y = params + updates.
 
         js.hierarchical_local_sgd({"device": 2, ("node", "device"): 16})
 
@@ -146,8 +146,7 @@ def hierarchical_local_sgd(
       codec: format of the exchange in all groups; see `local_sgd`.
 
     Returns:
-      A `ParameterTransform`. The `weight` of a replica, an argument of `update`, counts in the
-      averages of all groups.
+      A `ParameterTransform`.
 
     Raises:
       ValueError: no group, a period < 1, groups that are not nested, periods that do not grow with

@@ -52,8 +52,8 @@ def noloco(
              + pull * (mean(anchor) - anchor)
         anchor <- anchor + v;   params = anchor
 
-    The last term of v, which DiLoCo lacks, holds replicas together: each waits for its partner
-    only, and pairs change with every step. At the end take the `js.consensus` of the replicas.
+    The last term of v, which DiLoCo lacks, holds replicas together. Each waits for its partner
+    only. At the end take the `js.consensus` of the replicas.
 
     Args:
       axis_name: mapped axis of the replicas, of even size.
@@ -61,10 +61,8 @@ def noloco(
       outer_learning_rate: step size of the outer step, >= 0.
       outer_momentum: factor of the previous v, in [0, 1).
       pull: strength of the pull towards the pair's mean anchor, >= 0; None is
-        `outer_learning_rate`, as in the authors' program, and sends half of the bytes. Above
-        `outer_momentum` it holds replicas together (the paper, appendix A).
-      graph: the pairs, as in `js.sgp`; None is `js.topology.random_matching`, whose matchings all
-        replicas know by its seed. Others do, too, if all nodes receive as much as they send.
+        `outer_learning_rate`, as in the authors' program, and sends half of the bytes.
+      graph: the pairs, as in `js.sgp`; None is `js.topology.random_matching`.
       local_axis_name: axis of the L devices inside a replica; each of them then sends 1/L.
       bucket_bytes: size in bytes at which a buffer closes; None sends one buffer per dtype.
       codec: None sends float32 (float64 for float64 leaves), `js.codecs.float16()` 16 bits.
@@ -81,8 +79,8 @@ def noloco(
     Communication: in an outer step one collective-permute per buffer, N bytes in the anchor's
       dtypes; with a `pull` of its own 2N. Nothing in other updates, nor ever over all replicas.
 
-    Source: Kolehmainen et al., "NoLoCo: No-all-reduce Low Communication Training Method for Large
-      Models", 2025, arXiv 2506.10911; github.com/gensyn-ai/noloco, `sparse_optimizer_c.py`.
+    Source: Kolehmainen et al., "NoLoCo", 2025, arXiv 2506.10911; github.com/gensyn-ai/noloco,
+      `sparse_optimizer_c.py`.
     """
     owner, schedule = "noloco", as_schedule(sync_every)
     group = checked_group(owner, axis_name, local_axis_name, bucket_bytes, codec)

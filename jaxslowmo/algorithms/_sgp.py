@@ -60,8 +60,7 @@ def sgp(
         x <- P x + u;     w <- P w;   params = x / w                                  (overlap=1)
 
     The graph rotates with every exchange. No exchange changes the sums of x and w over the
-    replicas, so params approach the mean even if nodes send more messages than they receive.
-    More on each argument: [docs/api/algorithms.md](#details).
+    replicas. More on each argument: [docs/api/algorithms.md](#details).
 
     Args:
       axis_name: mapped axis of the replicas.
@@ -77,7 +76,7 @@ def sgp(
 
     Returns:
       A `ParameterTransform`; `state.local.weight` is w. For overlap > 1 it keeps (overlap - 1) N
-      bytes. Its phases are known for a number of replicas: `transform.bound({axis: size})`.
+      bytes.
 
     Raises:
       ValueError: an invalid `graph`, `mixing`, `overlap` or push-sum; at trace time a graph of

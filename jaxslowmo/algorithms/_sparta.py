@@ -42,11 +42,9 @@ def sparta(
 
         params[j B + r_t[j]] <- mean of all replicas' y[j B + r_t[j]],   j = 0, 1, ...
 
-    Other elements of params are those of y. Each element is averaged about every B updates, at
-    times that differ, so replicas stay close although an update sends little. All replicas draw
-    the same places from `seed` and t, so no places are sent. (The authors' program draws each
-    element by itself, and sends the places.) As `base` of `js.slowmo` it is SPARTA-DiLoCo, in the
-    authors' program with `momentum=0.9, slow_learning_rate=0.7, nesterov=True`.
+    Other elements of params are those of y. All replicas draw the same places from `seed` and t, so
+    no places are sent. As `base` of `js.slowmo` it is SPARTA-DiLoCo, in the authors' program with
+    `momentum=0.9, slow_learning_rate=0.7, nesterov=True`.
 
     Args:
       axis_name: mapped axis of the replicas.
@@ -58,8 +56,7 @@ def sparta(
       codec: None sends parameters in their own dtypes, `js.codecs.float16()` in 16 bits.
 
     Returns:
-      A `ParameterTransform` without a state of its own. Leaves of equally many elements have the
-      same places, and so have devices that hold equal parts of a leaf.
+      A `ParameterTransform` without a state of its own.
 
     Raises:
       ValueError: `share` outside (0, 1], `sync_every` < 1, a negative `seed`, an invalid `codec`,
@@ -67,11 +64,9 @@ def sparta(
       UserWarning: once, if the axis has size 1.
 
     Communication: in a due update one all-reduce over `axis_name` per buffer of the drawn elements,
-      N * `share` bytes in total, N in the sent dtypes (plus 8 bytes if `update` is called with
-      `weight`); nothing otherwise. Batch statistics are averaged whole.
+      N * `share` bytes in total, N in the sent dtypes; nothing otherwise.
 
-    Source: Beton et al., "Improving the efficiency of distributed training using sparse parameter
-      averaging", MCDC at ICLR 2025; github.com/exo-explore/gym, `sparta.py`.
+    Source: Beton et al., "SPARTA", MCDC at ICLR 2025; github.com/exo-explore/gym, `sparta.py`.
     """
     owner = "sparta"
     share = checked_share(owner, "share", share)

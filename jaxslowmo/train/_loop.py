@@ -192,7 +192,7 @@ def train_loop(
 ) -> Iterator[StepResult]:
     """Yield the result of each training step, after the hooks have run.
 
-    More on each argument: [docs/api/train.md](#details).
+    More on each argument: [docs/api/loop.md](#details).
 
     Args:
       step: a step of `js.make_train_step`, also wrapped by `js.reports.measured`, or of

@@ -139,7 +139,7 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
     plain loop, bit for bit. `progress` runs one step. The thread ends with the `with` block, with
     the iterator, by `close`, or when nothing references the pipeline any more.
     The guide is `docs/input-pipeline.md`. More on each argument:
-    [docs/api/train.md](#details).
+    [docs/api/loop.md](#details).
 
     Args:
       step: step of `js.make_train_step`, or a function `step(state, batch) -> (state, metrics)`; to

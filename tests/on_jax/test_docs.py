@@ -54,7 +54,7 @@ EXECUTORS = [("one_program", "zero_bubble"), ("host", "one_f_one_b"), ("host", "
 @pytest.mark.parametrize("title", TORCH)
 def test_transformers_in_stages_are_the_models_with_dropout(title):
     """The recipes check their numbers themselves, by the executor and schedule that they show."""
-    names = run("recipes", *TORCH[: TORCH.index(title) + 1])
+    names = run("model-parallel", *TORCH[: TORCH.index(title) + 1])
     model, layers, batch = names["model"], names["layers"], names["batches"][0]
 
     def by_microbatch(layers, key):

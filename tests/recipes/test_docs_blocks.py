@@ -19,9 +19,9 @@ from recipes.doc_blocks import (
     sections,
 )
 
-PAGES = """accumulation before-you-move-pmean checkpoints choosing ddp embeddings
-    from-a-loop-to-diloco gpu graphs input-pipeline islands mixed-precision model-parallel other-trainers outer reading-state start
-    your-data"""
+PAGES = """accumulation before-you-move-pmean checkpoints choosing ddp embeddings from-a-loop-to-
+    diloco gpu input-pipeline islands mixed-precision model-parallel other-trainers outer
+    reading-state start your-data"""
 # tests/torch_compat and tests/on_jax run what needs torch, and tests/tpu_aot what needs libtpu, in
 # environments of their own; one mesh has 64 chips.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
@@ -30,6 +30,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "tpu": ("Several slices", *TPU),
     "your-data": ("DataLoader of torch",),
     "reading-state": (LOAD_IN_TORCH,),
+    "model-parallel": TORCH,
 }
 
 
@@ -62,7 +63,6 @@ def test_page_runs(page, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("page", "titles"),
     [
-        ("graphs", ["Mixing"]),
         ("model-parallel", ["When not to pipeline"]),
     ],
 )

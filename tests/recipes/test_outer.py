@@ -28,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("outer")  # one process runs the page
 
 @pytest.fixture(scope="module")
 def page() -> dict[str, Any]:
-    return run("outer", "Begin with this", "Coming from MaxText, torchft or OpenDiLoCo")
+    return run("outer", "Begin with this", "Coming from MaxText or torchft")
 
 
 @pytest.mark.parametrize("number", range(len(TORCHFT)))

@@ -602,7 +602,7 @@ STAGED = ["flax linen in stages", "flax nnx in stages"]
 @pytest.mark.parametrize("title", [pytest.param(t, marks=of_recipe(t)) for t in STAGED])
 def test_models_in_stages_are_the_models(title):
     """Masks count, dropout is drawn in training alone, and a tied table stays one."""
-    found = recipe(title)
+    found = run("model-parallel", "When not to pipeline", "One device per replica", title)
     drawn = np.random.default_rng(3).random(found["text"]["mask"].shape) < 0.7
     text = {**found["text"], "mask": drawn.astype(np.float32)}
     params, statistics = found["weights"], found["statistics"]

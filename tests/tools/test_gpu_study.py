@@ -163,7 +163,7 @@ def test_the_page_shows_what_the_results_give():
     page = report.PAGE.read_text("utf-8")
     results = gpu_study.Results(gpu_study.RESULTS, gpu_study.EXPERIMENTS, {})
     assert report.with_tables(page, report.tables(results)) == page
-    assert report.PAGE.with_suffix(".png").exists()
+    assert report.PICTURE.exists()
 
 
 def test_the_plan_is_that_of_the_experiments_and_fits():

@@ -169,22 +169,17 @@ class TrainStep:
           state: a `TrainState`; its buffers are donated if the step was made with `donate`.
           batch: leaves with leading dimension replicas * local batch, replica-major. Leaves without
             a dimension, or with a leading dimension of 1 where others have more, are shared by all
-            examples: the loss function receives them as they are, in every microbatch. With several
-            processes NumPy arrays, arrays of other libraries on the CPU and jax arrays of this
-            process hold what `host_batch` says; an array over all processes is the whole batch.
+            examples. With several processes arrays of a process hold what `host_batch` says; an
+            array over all processes is the whole batch.
           weight: (replicas,) each replica's weight in averages, >= 0, such as its number of
-            samples; 0 for one that has run out and follows the others, whatever its batch holds.
-            None: all equal. See `js.train.uneven_batches`. With `host_batch="local"` in several
-            processes it has one number for each replica of which this process has devices;
-            processes that share a replica pass the same number.
-          window: gradients of batches from `collect`: the update uses their mean with this batch.
-            With weights, a replica's mean is weighted with those of its batches, and its weight in
-            averages over replicas is their sum.
+            samples; 0 for one that has run out. None: all equal. With `host_batch="local"` in
+            several processes it has one number for each replica of which this process has devices.
+          window: gradients of batches from `collect`: the update uses their mean with this batch,
+            weighted with the batches' weights.
 
         Returns:
-          `(state, metrics)`: metrics are stacked per replica, (replicas,), and include "loss"; with
-          a weight also "weight", and zeros for replicas of weight 0. They are those of this batch,
-          even with a window.
+          `(state, metrics)`: metrics of this batch, stacked per replica, (replicas,), with "loss";
+          with a weight also "weight", and zeros for replicas of weight 0.
 
         Raises:
           ValueError: a batch that does not split evenly, a weight of another shape, a state of
@@ -249,9 +244,7 @@ class TrainStep:
           window: the window of the batches before; None begins one. It is donated if the step
             donates.
           num_batches: number of batches, all of one shape, that a window that begins here will
-            hold. With tables, it then has room for their rows, and one program adds each batch; a
-            batch without room makes the window larger, by a program of its own. By default there is
-            room for the first one.
+            hold. With tables, it then has room for their rows, and one program adds each batch.
 
         Returns:
           `(window, metrics)`: the metrics of this batch, as a call returns them.
