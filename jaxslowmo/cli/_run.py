@@ -116,7 +116,7 @@ def _train(config: TrainConfig, cluster: Cluster) -> int:
             console = Console(file=log)
         name, size = job.label, format_count(job.num_parameters)
         print_lines(console, f"{name}, {size} parameters, {devices.description}", text.description)
-        reporter = Reporter(console, name, config.run.steps, would=devices.is_virtual)
+        reporter = Reporter(console, name, config.run.steps, would=job.has_hypothetical_bytes)
         result = job.run(config, folder, reporter, saves=True)
         if island is not None and cluster.is_first:
             print_lines(console, f"Island {island.name}: {island.report()}")
@@ -234,6 +234,11 @@ class Job:
         is_host = config.mesh.executor == "host"
         self._loss_fn = model.loss_fn if is_host else jax.jit(model.loss_fn)
 
+    @property
+    def has_hypothetical_bytes(self) -> bool:
+        """True if the bytes are those that virtual replicas would send; an island's are sent."""
+        return self.devices.is_virtual and self._island is None
+
     def evaluate(self, params: Any, model_state: Any = None) -> dict[str, float]:
         """Return the loss of one copy of the parameters on the held-out text, in nats per byte.
 
@@ -285,7 +290,7 @@ class Job:
                 state = self._exchange(self._island, state)
             self.text.position = done.next_batch
             report = report_collectives(self.step, state, self.text.batch(0))
-            self._ledger = ByteLedger(report, self.step.mesh, done.bytes_sent)
+            self._ledger = ByteLedger(report, self.step.mesh, done.bytes_sent, self._island)
             measured = js.reports.measured(self.step) if options.statistics else None
             own = folder if self.cluster.is_first else None
             with Recorder(config, self._ledger, own, reporter, done.step, done.best) as recorder:
@@ -312,8 +317,9 @@ class Job:
             algorithm=self.label,
             parameters=self.num_parameters,
             placement=self.devices.description,
-            bytes_are_hypothetical=self.devices.is_virtual,
+            bytes_are_hypothetical=self.has_hypothetical_bytes,
             data=self.text.description,
+            **({} if self._island is None else {"island": self._island.name}),
         )
         return RunResult(status, recorder.records, summary, statistics, keeper.last)
 
