@@ -142,12 +142,13 @@ class Recorder(contextlib.AbstractContextManager):
 
     A record has `step`, `loss` (mean over replicas, of that step's batches), `learning_rate` (of
     that step's update), `tokens_per_second` (since the last record; null where a program was
-    compiled in between), `bytes_sent` (so far, see `ByteLedger`), and `validation_loss` if the consensus
-    model was evaluated. With a loss scale it has `loss_scale`, the smallest of all replicas in that
-    step, and `skipped_updates`, the sum over all replicas so far. That of an island has `round`,
-    the round towards which it trains. The record of step 0 has only `bytes_sent` and
-    `validation_loss`. Each is a line of metrics.jsonl, on disk at once, and there may be events for
-    TensorBoard. If metrics.jsonl or the folder is deleted meanwhile, the next record restores all.
+    compiled in between), `bytes_sent` (so far, see `ByteLedger`), and `validation_loss` if the
+    consensus model was evaluated. With a loss scale it has `loss_scale`, the smallest of all
+    replicas in that step, and `skipped_updates`, the sum over all replicas so far. That of an
+    island has `round`, the round towards which it trains. The record of step 0 has only
+    `bytes_sent` and `validation_loss`. Each is a line of metrics.jsonl, on disk at once, and there
+    may be events for TensorBoard. If metrics.jsonl or the folder is deleted meanwhile, the next
+    record restores all.
 
     Args:
       config: configuration of the run, written to config.json.

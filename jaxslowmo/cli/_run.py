@@ -144,7 +144,9 @@ def _conclude(console: Console, result: RunResult, folder: RunFolder) -> None:
         )
     if result.got_signal and result.saved is not None:
         print_lines(console, f"Saved at step {result.saved}; --resume goes on from there.")
-    print_lines(console, f"Results in {folder.path}")
+    print_lines(console, f"Results in {folder.path}, its loss drawn in loss.png")
+    if result.status == "finished" and result.saved is not None:
+        print_lines(console, f"Text of this model: jaxslowmo sample {folder.path}")
 
 
 def dry_run(config: TrainConfig) -> int:
@@ -412,8 +414,8 @@ class Job:
         if checks and result.phase and _has_refusal(result.state):
             return "diverged"
         is_early = evaluates and recorder.is_patience_over
-        every = options.checkpoint_every
-        is_due = every and (step % every == 0 or is_last or is_early)
+        every, is_end = options.checkpoint_every, is_last or is_early
+        is_due = is_end if every is None else every and (step % every == 0 or is_end)
         if self._keeper is not None and (stop or is_due):
             if not _all_finite(result.state.params):
                 return "diverged"

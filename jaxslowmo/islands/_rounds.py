@@ -41,9 +41,10 @@ from ._format import (
 from ._optimizer import HostOptimizer
 from ._store import IslandsError, RetryingStore, StoreError
 
-# From the start of a wait to a line that says for whom an island waits, and between two of them.
-_LONELY_SECONDS = 3.0  # to the first one below the quorum: nothing but another island ends that wait
+# Until an island says for whom it waits, and says it again. Below the quorum nothing but another
+# island ends the wait, so the first line comes sooner.
 _PROGRESS_SECONDS = 30.0
+_LONELY_SECONDS = 3.0
 
 
 class _PendingPart(NamedTuple):
@@ -358,7 +359,9 @@ class Rounds:
             clock.sleep(max(0.01, min(pause, left)) if left > 0 else pause)
             pause = min(1.5 * pause, longest)
 
-    def _describe_wait(self, present: Collection[str], missing: Collection[str], left: float) -> str:
+    def _describe_wait(
+        self, present: Collection[str], missing: Collection[str], left: float
+    ) -> str:
         """Return for whom this island waits, how many parts are there, and what ends the wait."""
         quorum, count = self._rules.quorum, len(present) + len(missing)
         whom = [*sorted(missing), *["other islands"] * (count < quorum)]
