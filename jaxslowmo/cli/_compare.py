@@ -191,13 +191,13 @@ def _table(rows: Sequence[dict[str, Any]], *, would: bool) -> Table:
         return {
             "algorithm": row["algorithm"],
             "validation": format_loss(row["validation_loss"]) + diverged,
-            "spread": format_loss(row["spread"]),
+            **({"spread": format_loss(row["spread"])} if has_spread else {}),
             "bytes": format_bytes(row["bytes_sent"]),
             f"of {first}": "-" if row["ratio"] is None else f"{100 * row['ratio']:.3g} %",
             "tokens/s": format_count(row["tokens_per_second"]),
         }
 
-    first = rows[0]["algorithm"]
+    first, has_spread = rows[0]["algorithm"], any(row["spread"] is not None for row in rows)
     sent = "that a replica would send" if would else "sent per replica"
     caption = f"validation loss: nats per byte, consensus model; bytes {sent}"
     return rows_table(map(cells, rows), caption=caption)

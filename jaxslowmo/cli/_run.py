@@ -47,6 +47,7 @@ from ._setup import (
     choose_devices,
     join_islands,
     make_step,
+    parse_codec,
     past_schedule,
     set_cpu_devices,
 )
@@ -192,6 +193,10 @@ def dry_run(config: TrainConfig) -> int:
             "bubble, equal costs": f"{timed.bubble:.1%}",
             "microbatches that a stage holds": ", ".join(map(str, schedule.stash)),
         }
+    if config.island.islands is not None:
+        codec, size = parse_codec(config.algorithm.codec), num_parameters(model.config)
+        part = 4 * size if codec is None else codec.num_bytes(size)
+        facts["sent to the store in a round"] = format_bytes(part)
     console.print(facts_table(facts, title=config.algorithm.algorithm))
     rows = config.mesh.num_replicas * config.data.batch
     batch = np.zeros((rows, model.config.context_length + 1), np.uint8)

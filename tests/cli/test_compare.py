@@ -46,6 +46,7 @@ def test_compare_ends_with_the_table_and_the_picture(call, text, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("always:--algorithms")
 def test_one_algorithm_with_several_settings(call, text, tmp_path):
     other = "sgp+overlap=1+mixing=self_weighted:0.7+nesterov=true+learning-rate=0.1"
     outcome = call(

@@ -154,6 +154,7 @@ def test_what_an_algorithm_does_not_read_has_no_effect(monkeypatch, algorithm):
     assert {*OTHER_VALUES} == fields - {"algorithm", "check_parameters"}  # this one is refused
 
 
+@pytest.mark.filterwarnings("always")
 @pytest.mark.parametrize(
     ("words", "name", "reason"),
     [

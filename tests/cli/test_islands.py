@@ -20,6 +20,8 @@ def test_a_dry_run_asks_no_store_and_a_status_needs_a_run(call, text, tmp_path):
     outcome = call("train --dry-run --preset tiny --islands run --island a --codec int8")
     assert (outcome.code, outcome.err) == (0, "")
     assert "average" in outcome.out
+    rows = dict(row for row in outcome.rows if len(row) == 2)
+    assert rows["sent to the store in a round"] == "12.0 kB"  # of 11,760 parameters
     assert "slow" not in outcome.out.replace("slowmo", "")  # the store's, not the replicas'
     call("islands status run").is_refused("run: there is no run here")
     late = call("train --preset tiny --data", text, "--islands run --island a", {"late": "never"})
