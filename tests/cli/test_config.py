@@ -215,7 +215,7 @@ def test_every_option_is_suggested_for_a_slip_and_takes_one_value(command):
         else:
             value = kind if isinstance(kind, str) else "1"  # a choice, or a number and a text
             words, rule = [option, value, "surplus"], "one value"
-        run = ["x"] if command == "sample" else []
+        run = {"sample": ["x"], "launch": ["--processes", "2"]}.get(command, [])
         with pytest.raises(CommandError, match=f"{option} takes {rule}: surplus is one too many"):
             parse_config(cls, "jaxslowmo", [*run, *words])
 
