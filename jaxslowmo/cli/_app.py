@@ -2,6 +2,7 @@
 
 import difflib
 import os
+import shlex
 import sys
 import textwrap
 import warnings
@@ -68,7 +69,7 @@ def run(words: list[str]) -> int:
         warnings.showwarning = _show_warning
         # Imported here, as what does the work, since `--help` waits for neither tyro nor jax.
         from . import _config
-        from ._config import argument_errors, parse_config, read_config
+        from ._config import argument_errors, parse_config, read_config, warn_unused
 
         if name == "train":
             from ._supervise import train_command
@@ -77,17 +78,23 @@ def run(words: list[str]) -> int:
         if name == "launch":  # what follows "--" is the command to start
             from ._supervise import launch_command
 
+            if "--" not in own and "train" in own:
+                at = own.index("train")
+                right = shlex.join([*words[:1], *own[:at], "--", *own[at:]])
+                raise CommandError(f"launch: -- is missing before train: jaxslowmo {right}")
             end = own.index("--") if "--" in own else len(own)
             return launch_command(
                 parse_config(_config.LaunchConfig, program, own[:end]), own[end + 1 :]
             )
         if name == "compare":
             config = read_config(_config.CompareConfig, program, own)
+            warn_unused(config, own)
             from ._compare import compare
 
             return compare(config)
         if name == "sample":
             config = parse_config(_config.SampleConfig, program, own)
+            warn_unused(config, own)
             from ._sample import sample
 
             return sample(config)

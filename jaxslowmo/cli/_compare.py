@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jaxslowmo.data import read_corpus
 
-from .._support.checks import ArgumentError
+from .._support.checks import ArgumentError, warn_user
 from .._support.files import write_atomic
 from ._config import (
     AlgorithmConfig,
@@ -24,6 +24,7 @@ from ._config import (
     parse_scalar,
     replace_options,
     to_file,
+    unused_options,
 )
 from ._errors import EXIT_CODES
 from ._figures import COLOURS, INK, clean, draw_line, new_figure, save_figure
@@ -65,7 +66,7 @@ def compare(config: CompareConfig) -> int:
             jobs = {name: Job(x, devices, model, text, name) for name, x in configs.items()}
         if overwrite:
             folder.delete_run_files()
-        own = {"algorithms": names, "seeds": seeds}
+        own = {"algorithms": config.algorithms, "seeds": ",".join(map(str, seeds))}
         write_atomic(folder / "config.json", to_json(to_file(train) | own, 2))
         size = f"{format_count(jobs[names[0]].num_parameters)} parameters"
         print_lines(console, f"{size}, {devices.description}", text.description)
@@ -118,9 +119,12 @@ def algorithm_config(train: TrainConfig, algorithm: str) -> TrainConfig:
             raise ArgumentError("algorithms", f"{rule}; got {setting}.")
         values[key] = parse_scalar(value)
     try:
-        return replace_options(train, values)
+        config = replace_options(train, values)
     except ArgumentError as error:
         raise ArgumentError("algorithms", f"{algorithm}: {error}") from None
+    for key in unused_options(config).keys() & values.keys():
+        warn_user(f"--algorithms: {key} has no effect with {name}.")
+    return config
 
 
 def _train_all(
@@ -187,13 +191,13 @@ def _table(rows: Sequence[dict[str, Any]], *, would: bool) -> Table:
         return {
             "algorithm": row["algorithm"],
             "validation": format_loss(row["validation_loss"]) + diverged,
-            "spread": format_loss(row["spread"]),
+            **({"spread": format_loss(row["spread"])} if has_spread else {}),
             "bytes": format_bytes(row["bytes_sent"]),
             f"of {first}": "-" if row["ratio"] is None else f"{100 * row['ratio']:.3g} %",
             "tokens/s": format_count(row["tokens_per_second"]),
         }
 
-    first = rows[0]["algorithm"]
+    first, has_spread = rows[0]["algorithm"], any(row["spread"] is not None for row in rows)
     sent = "that a replica would send" if would else "sent per replica"
     caption = f"validation loss: nats per byte, consensus model; bytes {sent}"
     return rows_table(map(cells, rows), caption=caption)

@@ -7,6 +7,7 @@ them. The names of all options of a command differ, so that a file needs no sect
 
 import contextlib
 import dataclasses
+import difflib
 import functools
 import io
 import json
@@ -14,13 +15,13 @@ import math
 import re
 import types
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import tyro
 
-from .._support.checks import ArgumentError
+from .._support.checks import ArgumentError, warn_user
 from ._errors import CommandError
 
 Hidden = tyro.conf.Suppress
@@ -58,6 +59,18 @@ _COUNTS = """
     schedule_steps num_processes startup_timeout processes tokens microbatches loss_scale_interval
     peers_per_step
 """
+# The algorithms that read an option.
+_SLOW = "slowmo slowmo_sgp"
+_USERS = {
+    "bucket_mib": "all_reduce",
+    "sync_every": "local_sgd slowmo",
+    **dict.fromkeys(("graph", "overlap", "peers_per_step", "mixing"), "sgp slowmo_sgp"),
+    **dict.fromkeys(("slow_momentum", "slow_learning_rate", "nesterov", "exact_average"), _SLOW),
+    **dict.fromkeys(("outer_learning_rate", "outer_momentum"), "diloco"),
+    **dict.fromkeys(("slow_every", "shard_state"), f"{_SLOW} diloco"),
+    **dict.fromkeys(("fragments", "delay", "merge", "inner_state"), f"local_sgd {_SLOW} diloco"),
+    **dict.fromkeys(("codec", "check_parameters"), f"local_sgd sgp {_SLOW} diloco"),
+}
 _NOT_NEGATIVE = """
     seed checkpoint_every warmup learning_rate weight_decay clip prefetch patience restarts
     max_rollbacks process_id stall_timeout loss_scale step temperature top_k deadline_seconds
@@ -273,9 +286,9 @@ class RunConfig:
 class CheckpointConfig:
     """The checkpoints of a run, and when it ends early."""
 
-    checkpoint_every: int = 0
-    """Save to OUT/checkpoints every so many steps; 0: only when SIGTERM or Ctrl-C ends the run
-    early."""
+    checkpoint_every: int | None = None
+    """Save to OUT/checkpoints every so many steps and at the end (without: at the end); 0: only
+    when SIGTERM or Ctrl-C ends the run early."""
     resume: bool = False
     """Continue from the newest checkpoint in --out, with the options in its config.json; start from
     scratch if there is none."""
@@ -581,6 +594,44 @@ def _require(name: str, is_right: object, rule: str, value: object = None) -> No
         raise ArgumentError(name, f"`{name}` {rule}{got}.")
 
 
+def unused_options(config: Any) -> dict[str, str]:
+    """Map options that have no effect beside the others of a command to the reason."""
+    if isinstance(config, SampleConfig):
+        names = () if config.temperature else ("top_k", "seed")
+        return dict.fromkeys(names, "with --temperature 0")
+    algorithms, reasons = [config.algorithm.algorithm], {}
+    if isinstance(config, CompareConfig):
+        algorithms = [name.partition("+")[0] for name in config.algorithms.split(",")]
+        reasons["algorithm"] = "beside --algorithms"
+        if config.seeds is not None:
+            reasons["seed"] = "beside --seeds"
+    elif config.island.islands is None:
+        reasons["quorum"] = "without --islands"
+    if isinstance(config, TrainConfig) and not config.checkpoint.resume:
+        reasons["fallback"] = "without --resume"
+    if config.mesh.num_replicas != config.mesh.replicas:
+        reasons["replicas"] = f"beside the replicas of `mesh`, {config.mesh.mesh}"
+    if "stage" not in config.mesh.sizes:
+        reasons["schedule"] = "without stages in --mesh"
+    users = {name: {*text.split()} for name, text in _USERS.items()}
+    unread = [name for name in users if users[name].isdisjoint(algorithms)]
+    return reasons | dict.fromkeys(unread, f"with {', '.join(algorithms)}")
+
+
+def warn_unused(config: Any, words: Sequence[str], **more: str) -> None:
+    """Warn of options among the words of a command that have no effect.
+
+    Args:
+      config: what the words, a file and defaults make.
+      words: the words.
+      **more: further options without effect, and the reasons.
+    """
+    said = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+    for name, reason in {**unused_options(config), **more}.items():
+        if name in said:
+            warn_user(f"--{name.replace('_', '-')} has no effect {reason}.")
+
+
 _TYRO = (tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName)
 # How a run was started: the next one starts in its own way.
 _START_OPTIONS = (
@@ -594,11 +645,14 @@ _OPTIONS = {
     "rules": "mesh", "num_heads": "preset", "url": "islands", "name": "island",
     "outer_optimizer": "algorithm", "num_replicas": "replicas",
 }  # fmt: skip
-_NAMES = {
-    name
-    for cls in (TrainConfig, CompareConfig, LaunchConfig, SampleConfig)
-    for name in option_types(cls)
-}
+# Names of other programs for these options.
+_SYNONYMS = {"lr": "learning_rate", "wd": "weight_decay", "epochs": "steps", "iterations": "steps"}
+_COMMANDS = {
+    "train": TrainConfig, "compare": CompareConfig, "launch": LaunchConfig, "sample": SampleConfig,
+}  # fmt: skip
+_NAMES = {name for cls in _COMMANDS.values() for name in option_types(cls)}
+# The options that presets set.
+_PRESET_OPTIONS = {name for values in PRESETS.values() for name in values}
 _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")  # of JSON
 _WORDS = {"true": True, "True": True, "false": False, "False": False}
 _WORDS |= dict.fromkeys(("", "~", "null", "Null"))
@@ -644,6 +698,7 @@ def parse_config(
         rows = [line.strip("│| ") for line in said.getvalue().splitlines()[1:]]
         paragraphs = re.split("(?:^|\n)[-─]{3,}", "\n".join(rows))
         text = " ".join(next(filter(str.strip, paragraphs)).split())
+        text = _describe_words(cls, words, text) or text.rstrip(".")
         raise CommandError(f"{text}; see {program} --help") from None
     with argument_errors():
         for name, value in flatten_options(config).items():
@@ -651,11 +706,58 @@ def parse_config(
     return config
 
 
+def _hidden(cls: type) -> set[str]:
+    """Return the options that only a file sets."""
+    hints = get_type_hints(cls, include_extras=True)
+    inner = [x for x in hints.values() if dataclasses.is_dataclass(x)]
+    own = {name for name, x in hints.items() if Hidden in getattr(x, "__metadata__", ())}
+    return own.union(*(_hidden(cast("type", x)) for x in inner))
+
+
+def _nearest_option(name: str, names: Collection[str]) -> str | None:
+    """Return the option that may be meant by a name that is none."""
+    name = (_OPTIONS | _SYNONYMS).get(name, name)
+    if name in names:
+        return name
+    longer = sorted(x for x in names if x.startswith(name))
+    return next(iter(longer or difflib.get_close_matches(name, names, 1)), None)
+
+
+def _describe_words(cls: type, words: Sequence[str], refusal: str) -> str | None:
+    """Return what is wrong with words that tyro refused: no option, or a value too many."""
+    kinds, hidden = {name: kind for name, (_, kind) in option_types(cls).items()}, _hidden(cls)
+    flags = {f"no_{name}" for name, kind in kinds.items() if kind is bool}
+    known = kinds.keys() - hidden | flags | {"h", "help"}
+    for word in words:
+        shown = word.partition("=")[0]
+        name = shown.lstrip("-").replace("-", "_")
+        if not re.fullmatch("--?[A-Za-z][A-Za-z0-9_-]*", shown) or name in known:
+            continue
+        owner = next((x for x, other in _COMMANDS.items() if name in option_types(other)), None)
+        near, hint = _nearest_option(name, kinds), ""
+        if owner and name not in kinds:
+            hint = f"; it is one of {owner}{', after --' * (cls is LaunchConfig)}"
+        elif near in hidden:
+            hint = f"; `{near}` is set in a file, --config FILE"
+        elif near:
+            hint = f"; did you mean --{near.replace('_', '-')}?"
+        return f"no such option: {shown}{hint}"
+    extra = refusal.removeprefix("Unrecognized options: ").split(", ")[0]
+    if extra == refusal or extra not in words:
+        return None
+    before = [word for word in words[: words.index(extra)] if word.startswith("--")]
+    if not before:
+        return f"{extra} belongs to no option"
+    kind = kinds.get(before[-1][2:].replace("-", "_"))
+    return f"{before[-1]} takes {'no' if kind is bool else 'one'} value: {extra} is one too many"
+
+
 def read_config(cls: type[Config], program: str, words: Sequence[str]) -> Config:
     """Return the configuration of `train` or `compare`, with its file and its preset.
 
     Options of the words replace those of `--config`, these what a resumed run had, and these those
-    of the preset.
+    of the preset. If the words have another preset than the config.json of a run, what is default
+    there is default here.
 
     Raises:
       CommandError: see `parse_config`, or values do not go together, or the file is wrong.
@@ -671,11 +773,24 @@ def read_config(cls: type[Config], program: str, words: Sequence[str]) -> Config
     with argument_errors():
         config = parse_config(cls, program, words, replace_options(default, values))
         preset = config.model.preset
-        config = parse_config(
-            cls, program, words, replace_options(default, {**PRESETS[preset], **values})
-        )
+        values = {**PRESETS[preset], **_without_other_defaults(values, preset)}
+        config = parse_config(cls, program, words, replace_options(default, values))
         config.check()
     return config
+
+
+def _without_other_defaults(values: dict[str, Any], preset: str) -> dict[str, Any]:
+    """Return the values of a file without defaults of its preset, if that is not `preset`.
+
+    Only config.json of a run has all options that presets set. In another file all are meant.
+    """
+    own = values.get("preset", preset)
+    if own == preset or not values.keys() >= _PRESET_OPTIONS:
+        return values
+    defaults = flatten_options(TrainConfig()) | PRESETS[own]
+    return {
+        name: x for name, x in values.items() if name not in _PRESET_OPTIONS or x != defaults[name]
+    }
 
 
 def _options_of_run(path: Path) -> dict[str, Any]:
@@ -709,7 +824,9 @@ def read_file(cls: type, path: Path) -> dict[str, Any]:
         for key, value in _pairs_of_json(text) if path.suffix == ".json" else _pairs_of_yaml(text):
             name = key.replace("-", "_")
             if name not in options or name == "config":
-                raise ValueError(f"{key} is no option; see jaxslowmo train --help")
+                near = _nearest_option(name, options)
+                hint = f"; did you mean {near}?" if near and near != name else ""
+                raise ValueError(f"{key} is no option{hint}; see jaxslowmo train --help")
             if name in values:
                 raise ValueError(f"{key} stands there twice")
             values[name] = None if value is None else check_option(name, value, options[name][1])

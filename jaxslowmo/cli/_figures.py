@@ -83,12 +83,18 @@ def draw_loss(records: Iterable[dict[str, Any]], summary: dict[str, Any], path: 
     about = f"{summary['parameters']:,} parameters, {summary['placement']}"
     figure = new_figure((7, 4), f"Loss of {summary['algorithm']}", about)
     axes, records = figure.subplots(), [*records]
-    looks = {"loss": ("training", "grey"), "validation_loss": ("validation", "vermilion")}
-    for name, (label, colour) in looks.items():
+    looks = {
+        "loss": ("training, mean of the replicas", "grey", ""),
+        "validation_loss": ("validation, consensus model", "vermilion", "o"),
+    }
+    for name, (label, colour, marker) in looks.items():
         points = [(x["step"], x[name]) for x in records if x.get(name) is not None]
-        axes.plot(*np.array(points).reshape(-1, 2).T, color=COLOURS[colour], label=label)
+        xs, ys = np.array(points).reshape(-1, 2).T
+        look = {"color": COLOURS[colour], "marker": marker, "linestyle": "-"}
+        draw_line(axes, xs, ys, look, label=label, clip_on=False)
     axes.set(xlabel="optimizer steps", ylabel="nats per byte")
-    axes.legend(frameon=False)
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, labelcolor=INK, loc="upper right")
     clean(axes)
     with contextlib.suppress(OSError):  # a full disk: the numbers are in metrics.jsonl
         save_figure(figure, path)

@@ -131,10 +131,19 @@ def write_stderr(text: str) -> None:
         sys.stderr.flush()
 
 
-def separate_runtime_stderr() -> None:
-    """Separate what Python writes to stderr from what C++ writes, which the parent keeps."""
+def separate_runtime_output() -> None:
+    """Separate what Python writes from what C++ writes.
+
+    The parent keeps what C++ writes to stderr. To stdout gloo writes that it is connected, and no
+    errors: nobody needs that.
+    """
     if RUNTIME_LOG in os.environ:
+        sys.stdout.flush()
+        sys.stdout = os.fdopen(
+            os.dup(1), "w", 1, encoding=sys.stdout.encoding, errors=sys.stdout.errors
+        )
         sys.stderr = os.fdopen(os.dup(2), "w", buffering=1, errors="backslashreplace")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         os.dup2(int(os.environ[RUNTIME_LOG]), 2)
 
 

@@ -46,24 +46,41 @@ class ByteLedger:
     one collective spans both axes). Evaluation of the consensus is not counted. Virtual replicas
     send nothing: the numbers are what the same programs would send on a mesh of as many devices.
 
+    Of an island it is what the island has written to the store, as the store's client counts it:
+    joining, parts and snapshots. What its replicas send each other is only in `by_kind`.
+
     Args:
       report: what the step's programs emit.
       mesh: mesh of the step.
+      sent: bytes sent before this start of the run.
+      island: the island, which has joined; None: a run without islands.
 
     Attributes:
       by_kind: bytes that each replica sends in one step of each kind.
-      sent: bytes that each replica has sent so far.
     """
 
-    def __init__(self, report: js.reports.CommReport, mesh: Any, sent: int = 0) -> None:
+    def __init__(
+        self,
+        report: js.reports.CommReport,
+        mesh: Any,
+        sent: int = 0,
+        island: "js.islands.Island | None" = None,
+    ) -> None:
         inner = math.prod(size for name, size in mesh.shape.items() if name != "replica")
-        self.by_kind, self.sent = dict.fromkeys(report.kinds, 0), sent
+        self.by_kind, self._sent, self._island = dict.fromkeys(report.kinds, 0), sent, island
         if "replica" in report.axes:  # else one replica, which sends nothing
             for kind in self.by_kind:
                 self.by_kind[kind] = inner * report.wire_bytes(axis="replica", kind=kind)
 
+    @property
+    def sent(self) -> int:
+        """The bytes that each replica, or the island, has sent so far."""
+        return self._sent + (0 if self._island is None else self._island.bytes_sent)
+
     def add(self, phase: tuple[str, ...]) -> int:
         """Count one step and return the bytes so far."""
+        if self._island is not None:
+            return self.sent
         events, always = set(phase) or {"local"}, self.by_kind.get("local", 0)
         # "every": the only kind where there is no parameter transform.
         kinds = (x for x in self.by_kind if x == "every" or set(x.split("+")) == events)
@@ -71,7 +88,7 @@ class ByteLedger:
         # Events in separate conditionals of one program have no kind for their combination. Each
         # kind holds what all steps send ("local") and the part of its event.
         parts = sum(self._event_bytes(event) - always for event in events)
-        self.sent += always + parts if kind is None else self.by_kind[kind]
+        self._sent += always + parts if kind is None else self.by_kind[kind]
         return self.sent
 
     def _event_bytes(self, event: str) -> int:
@@ -125,12 +142,13 @@ class Recorder(contextlib.AbstractContextManager):
 
     A record has `step`, `loss` (mean over replicas, of that step's batches), `learning_rate` (of
     that step's update), `tokens_per_second` (since the last record; null where a program was
-    compiled in between), `bytes_sent` (per replica, so far), and `validation_loss` if the consensus
-    model was evaluated. With a loss scale it has `loss_scale`, the smallest of all replicas in that
-    step, and `skipped_updates`, the sum over all replicas so far. That of an island has `round`,
-    the round towards which it trains. The record of step 0 has only `bytes_sent` and
-    `validation_loss`. Each is a line of metrics.jsonl, on disk at once, and there may be events for
-    TensorBoard. If metrics.jsonl or the folder is deleted meanwhile, the next record restores all.
+    compiled in between), `bytes_sent` (so far, see `ByteLedger`), and `validation_loss` if the
+    consensus model was evaluated. With a loss scale it has `loss_scale`, the smallest of all
+    replicas in that step, and `skipped_updates`, the sum over all replicas so far. That of an
+    island has `round`, the round towards which it trains. The record of step 0 has only
+    `bytes_sent` and `validation_loss`. Each is a line of metrics.jsonl, on disk at once, and there
+    may be events for TensorBoard. If metrics.jsonl or the folder is deleted meanwhile, the next
+    record restores all.
 
     Args:
       config: configuration of the run, written to config.json.
@@ -468,14 +486,18 @@ def rows_table(rows: Iterable[Mapping[str, str]], caption: str) -> Table:
 def run_table(summary: dict[str, Any]) -> Table:
     """Return a table of one run: a line per number."""
     verb = "would be sent" if summary["bytes_are_hypothetical"] else "sent"
+    by_kind, sent = summary["bytes_per_step_by_kind"], f"bytes {verb} per replica"
+    if "island" in summary:
+        sent = "bytes sent to the store"
+        by_kind = {f"{kind}, between replicas": n for kind, n in by_kind.items() if n}
     facts = {
         "steps": str(summary["steps"]),
         "parameters": format_count(summary["parameters"]),
         "training loss, nats/byte": format_loss(summary["loss"]),
         "validation loss of the consensus, nats/byte": format_loss(summary["validation_loss"]),
-        f"bytes {verb} per replica": format_bytes(summary["bytes_sent"]),
+        sent: format_bytes(summary["bytes_sent"]),
     }
-    for kind, count in summary["bytes_per_step_by_kind"].items():
+    for kind, count in by_kind.items():
         facts[f"  in a step of kind {kind}"] = format_bytes(count)
     if "loss_scale" in summary:
         facts["scale of the loss"] = f"{summary['loss_scale']:g}"

@@ -47,6 +47,7 @@ from ._setup import (
     choose_devices,
     join_islands,
     make_step,
+    parse_codec,
     past_schedule,
     set_cpu_devices,
 )
@@ -116,7 +117,7 @@ def _train(config: TrainConfig, cluster: Cluster) -> int:
             console = Console(file=log)
         name, size = job.label, format_count(job.num_parameters)
         print_lines(console, f"{name}, {size} parameters, {devices.description}", text.description)
-        reporter = Reporter(console, name, config.run.steps, would=devices.is_virtual)
+        reporter = Reporter(console, name, config.run.steps, would=job.has_hypothetical_bytes)
         result = job.run(config, folder, reporter, saves=True)
         if island is not None and cluster.is_first:
             print_lines(console, f"Island {island.name}: {island.report()}")
@@ -144,7 +145,9 @@ def _conclude(console: Console, result: RunResult, folder: RunFolder) -> None:
         )
     if result.got_signal and result.saved is not None:
         print_lines(console, f"Saved at step {result.saved}; --resume goes on from there.")
-    print_lines(console, f"Results in {folder.path}")
+    print_lines(console, f"Results in {folder.path}, its loss drawn in loss.png")
+    if result.status == "finished" and result.saved is not None:
+        print_lines(console, f"Text of this model: jaxslowmo sample {folder.path}")
 
 
 def dry_run(config: TrainConfig) -> int:
@@ -190,6 +193,10 @@ def dry_run(config: TrainConfig) -> int:
             "bubble, equal costs": f"{timed.bubble:.1%}",
             "microbatches that a stage holds": ", ".join(map(str, schedule.stash)),
         }
+    if config.island.islands is not None:
+        codec, size = parse_codec(config.algorithm.codec), num_parameters(model.config)
+        part = 4 * size if codec is None else codec.num_bytes(size)
+        facts["sent to the store in a round"] = format_bytes(part)
     console.print(facts_table(facts, title=config.algorithm.algorithm))
     rows = config.mesh.num_replicas * config.data.batch
     batch = np.zeros((rows, model.config.context_length + 1), np.uint8)
@@ -233,6 +240,11 @@ class Job:
         # The loss of the host executor starts programs itself, and cannot be jitted.
         is_host = config.mesh.executor == "host"
         self._loss_fn = model.loss_fn if is_host else jax.jit(model.loss_fn)
+
+    @property
+    def has_hypothetical_bytes(self) -> bool:
+        """True if the bytes are those that virtual replicas would send; an island's are sent."""
+        return self.devices.is_virtual and self._island is None
 
     def evaluate(self, params: Any, model_state: Any = None) -> dict[str, float]:
         """Return the loss of one copy of the parameters on the held-out text, in nats per byte.
@@ -285,7 +297,7 @@ class Job:
                 state = self._exchange(self._island, state)
             self.text.position = done.next_batch
             report = report_collectives(self.step, state, self.text.batch(0))
-            self._ledger = ByteLedger(report, self.step.mesh, done.bytes_sent)
+            self._ledger = ByteLedger(report, self.step.mesh, done.bytes_sent, self._island)
             measured = js.reports.measured(self.step) if options.statistics else None
             own = folder if self.cluster.is_first else None
             with Recorder(config, self._ledger, own, reporter, done.step, done.best) as recorder:
@@ -312,8 +324,9 @@ class Job:
             algorithm=self.label,
             parameters=self.num_parameters,
             placement=self.devices.description,
-            bytes_are_hypothetical=self.devices.is_virtual,
+            bytes_are_hypothetical=self.has_hypothetical_bytes,
             data=self.text.description,
+            **({} if self._island is None else {"island": self._island.name}),
         )
         return RunResult(status, recorder.records, summary, statistics, keeper.last)
 
@@ -406,8 +419,8 @@ class Job:
         if checks and result.phase and _has_refusal(result.state):
             return "diverged"
         is_early = evaluates and recorder.is_patience_over
-        every = options.checkpoint_every
-        is_due = every and (step % every == 0 or is_last or is_early)
+        every, is_end = options.checkpoint_every, is_last or is_early
+        is_due = is_end if every is None else every and (step % every == 0 or is_end)
         if self._keeper is not None and (stop or is_due):
             if not _all_finite(result.state.params):
                 return "diverged"

@@ -103,8 +103,8 @@ def find_model(run: Path, step: int | None) -> tuple[GPTConfig, Any]:
         hint = "" if older is None else f" --step {older} takes the one before."
         raise CommandError(f"{error.reason}{hint}") from error
     raise CommandError(
-        f"{run} holds no model: neither checkpoints (train with --checkpoint-every) nor an "
-        "exported one (--export)"
+        f"{run} holds no model: no checkpoint (train saves one unless --checkpoint-every is 0, "
+        "compare saves none), and none that --export wrote"
     )
 
 

@@ -373,11 +373,12 @@ def _is_number(text: str) -> bool:
 def _slow_options(config: TrainConfig, codec: js.codecs.Codec | None) -> dict[str, Any]:
     """Return the arguments that slow steps share; with sparse codecs their state is whole."""
     own = config.algorithm
-    shards = own.shard_state and own.exact_average and not (codec and codec.is_sparse)
+    averages = own.exact_average or own.algorithm == "diloco"
+    shards = own.shard_state and averages and not (codec and codec.is_sparse)
     return {
         "sync_every": own.slow_every,
         "shard_state": shards,
-        "codec": codec if own.exact_average else None,
+        "codec": codec if averages else None,
         **_fragment_options(own),
     }
 

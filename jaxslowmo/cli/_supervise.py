@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO
 
 from .._support.files import complete_steps
-from ._config import LaunchConfig, TrainConfig, argument_errors, read_config
+from ._config import LaunchConfig, TrainConfig, argument_errors, read_config, warn_unused
 from ._errors import (
     FINAL,
     INTERRUPTED,
@@ -315,7 +315,7 @@ class Children(contextlib.ExitStack):
 class _Child:
     """A process that runs `jaxslowmo`, and whose stderr a thread passes on.
 
-    What C++ writes to stderr after the child has called `separate_runtime_stderr`, such as traces,
+    What C++ writes to stderr after the child has called `separate_runtime_output`, such as traces,
     goes to `of_runtime` instead.
 
     Args:
@@ -414,12 +414,16 @@ def end_with_parent(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+_ALONE = "with one process"
 _SET_BY_LAUNCH = ("--coordinator", "--num-processes", "--process-id", "--restarts", "--dry-run")
 
 
 def train_command(config: TrainConfig, words: Sequence[str]) -> int:
     """Train, or supervise the child that trains if there are several processes."""
     is_child, several = CHILD in os.environ, is_one_of_several(config.cluster)
+    if not is_child:
+        alone = {} if several else {"restarts": _ALONE, "process_logs": _ALONE}
+        warn_unused(config, words[1:], **alone)
     if several and not is_child and not config.dry_run:
         with argument_errors():  # before any process waits for the others
             config.check_processes(known_processes(config.cluster) or 2)
@@ -445,9 +449,12 @@ def launch_command(config: LaunchConfig, words: Sequence[str]) -> int:
         shown = " ".join(words) or "nothing"
         raise CommandError(f"launch runs: jaxslowmo launch ... -- train ...; got {shown}")
     if refused := [x for x in _SET_BY_LAUNCH for word in words if word.partition("=")[0] == x]:
-        raise CommandError(f"{', '.join(refused)} of train: launch decides it")
+        raise CommandError(
+            f"{', '.join(refused)} of train: launch decides it, by its own options before --"
+        )
     # The options of train are checked here once, and not first in every process.
     command = read_config(TrainConfig, "jaxslowmo train", words[1:])
+    warn_unused(command, words[1:])
     with argument_errors():
         command.check_processes(max(2, config.processes))
     assert command.run.out is not None

@@ -22,7 +22,7 @@ import jax
 from .._support.coordinator import NoNoteError, read_note, wait_for_note, write_note
 from ._config import ClusterConfig
 from ._errors import FAILED, TERMINATED, TOO_LATE, TRY_AGAIN, CommandError, code_of, describe
-from ._processes import Cluster, bind_address, separate_runtime_stderr, write_stderr
+from ._processes import Cluster, bind_address, separate_runtime_output, write_stderr
 
 # Errors of the runtime that no other process causes, such as a device without free memory.
 _LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")
@@ -206,7 +206,7 @@ def join_cluster(config: ClusterConfig) -> Cluster:
     seconds = config.startup_timeout
     late = threading.Timer(seconds, _exit_late, [seconds])
     late.daemon = True
-    separate_runtime_stderr()
+    separate_runtime_output()
     late.start()
     try:
         jax.distributed.initialize(

@@ -139,7 +139,7 @@ class IslandStatus(NamedTuple):
       lag: rounds between that and the open round.
       has_part: whether the open round has a part of it.
       updates: its updates so far.
-      sent, received: bytes of its last exchange.
+      sent, received: bytes of its last exchange, or of joining.
       last_seen: when it last wrote, by the store's clock.
     """
 
@@ -240,19 +240,21 @@ class Report(NamedTuple):
       rounds: number of exchanges.
       requests: requests by kind.
       sent, received: bytes of objects.
+      sent_to_join: bytes of objects that were sent before the first exchange.
     """
 
     rounds: int
     requests: Mapping[str, float]
     sent: float
     received: float
+    sent_to_join: int
 
     def __str__(self) -> str:
         """Return one line for people."""
         kinds = ", ".join(f"{count:.1f} {kind}" for kind, count in sorted(self.requests.items()))
         return (
-            f"{self.rounds} rounds, each: {self.sent:,.0f} bytes to the store, "
-            f"{self.received:,.0f} from it; requests: {kinds}"
+            f"{self.sent_to_join:,} bytes to join; {self.rounds} rounds, each: {self.sent:,.0f} "
+            f"bytes to the store, {self.received:,.0f} from it; requests: {kinds}"
         )
 
 
@@ -263,6 +265,8 @@ class Island:
       name: its name.
       every: the schedule of its calls: it is a hook of `js.train_loop`.
       round: the round towards which it trains.
+      bytes_sent: bytes of the objects that it had written to the store after the last `exchange`;
+        equal on all its processes.
     """
 
     def __init__(
@@ -286,9 +290,10 @@ class Island:
         self._settings, self._log = agreed, log
         self._rounds: Rounds | None = None
         self._background: _BackgroundExchange | None = None
+        self._joining = Traffic()  # what `report` leaves out
         self._exchanges = 0
         self._has_joined = False
-        self.round = 0
+        self.round = self.bytes_sent = 0
 
     def due(self, t: int) -> bool:
         """Return whether to call `exchange` after update t; after 0 updates the island joins."""
@@ -358,7 +363,13 @@ class Island:
             self._start_exchange(state, values)
             return state
         run = functools.partial(self._join_or_exchange, state, values, island_state)
-        result = run() if jax.process_count() == 1 else _broadcast_result(run, values)
+        if jax.process_count() == 1:
+            try:
+                result = run()
+            finally:  # also after a signal that ends a wait
+                self.bytes_sent = self._count_sent()
+        else:
+            result, self.bytes_sent = _broadcast_result(run, self._count_sent, values)
         self._has_joined = True
         if result is None:
             if island_state is not None:
@@ -414,6 +425,10 @@ class Island:
             target, rounds.settings.short_id(), outcome.anchor.round, outcome.is_counted, residual
         )
 
+    def _count_sent(self) -> int:
+        """Return the bytes written to the store so far, which the first process knows."""
+        return self._joining.sent + self._required_store.traffic.sent
+
     def _starts_exchange(self, t: int) -> bool:
         return self._delay > 0 and bool(self._schedule(t + self._delay))
 
@@ -464,7 +479,7 @@ class Island:
         store.patience = min(deadline, _JOIN_SECONDS)
         rounds.join(values, saved_run)
         store.patience = deadline
-        store.traffic = Traffic()
+        self._joining, store.traffic = store.traffic, Traffic()
         return rounds
 
     @property
@@ -484,7 +499,8 @@ class Island:
         """
         traffic, count = self._required_store.traffic, max(self._exchanges, 1)
         requests = {kind: n / count for kind, n in sorted(traffic.requests.items())}
-        return Report(self._exchanges, requests, traffic.sent / count, traffic.received / count)
+        sent, received = traffic.sent / count, traffic.received / count
+        return Report(self._exchanges, requests, sent, received, self._joining.sent)
 
 
 def join(
@@ -679,12 +695,15 @@ class _ExchangeResult(NamedTuple):
 
 
 def _broadcast_result(
-    run: Callable[[], _ExchangeResult | None], like: list[np.ndarray]
-) -> _ExchangeResult | None:
-    """Return the first process's result on all processes; raise its error on all.
+    run: Callable[[], _ExchangeResult | None],
+    count_sent: Callable[[], int],
+    like: list[np.ndarray],
+) -> tuple[_ExchangeResult | None, int]:
+    """Return the first process's result and bytes on all processes; raise its error on all.
 
     Args:
       run: function that returns the result; only the first process calls it.
+      count_sent: function that returns the bytes sent so far; only the first process calls it.
       like: arrays of the shapes of `target`, which the other processes pass to the broadcast.
     """
     result: _ExchangeResult | None = None
@@ -692,6 +711,7 @@ def _broadcast_result(
     if jax.process_index() == 0:
         try:
             result = run()
+            message["sent"] = count_sent()
         except Exception as error:  # the others would wait for it forever
             message["error"] = f"{type(error).__name__}: {error}"[: _BROADCAST_BYTES // 16]
     if result is not None:
@@ -703,13 +723,14 @@ def _broadcast_result(
     if message["error"]:
         raise IslandsError(message["error"])
     if message["numbers"] is None:
-        return None
+        return None, message["sent"]
     run_id, number, is_counted = message["numbers"]
     arrays = [like if result is None else result.target]
     if message["has_residual"]:
         arrays.append(like if result is None or result.residual is None else result.residual)
-    target, *residual = jax.tree.map(np.asarray, send(arrays))
-    return _ExchangeResult(target, run_id, number, is_counted, residual[0] if residual else None)
+    target, *rest = jax.tree.map(np.asarray, send(arrays))
+    result = _ExchangeResult(target, run_id, number, is_counted, rest[0] if rest else None)
+    return result, message["sent"]
 
 
 def _check_state(state: "TrainState") -> None:

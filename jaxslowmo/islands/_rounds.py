@@ -9,7 +9,7 @@ the same.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -41,7 +41,10 @@ from ._format import (
 from ._optimizer import HostOptimizer
 from ._store import IslandsError, RetryingStore, StoreError
 
-_PROGRESS_SECONDS = 30.0  # between two lines that say for whom an island waits
+# Until an island says for whom it waits, and says it again. Below the quorum nothing but another
+# island ends the wait, so the first line comes sooner.
+_PROGRESS_SECONDS = 30.0
+_LONELY_SECONDS = 3.0
 
 
 class _PendingPart(NamedTuple):
@@ -124,6 +127,7 @@ class Rounds:
           IslandsError: another run's bucket, or a run whose anchor can't be read.
           StoreError: the store does not answer.
         """
+        before = self._store.traffic.sent, self._store.traffic.received
         self._store.restart_patience()
         run = read_run(self._store)
         if saved_run and (run is None or run.short_id() != saved_run):
@@ -156,7 +160,7 @@ class Rounds:
         self._anchors.settings = run
         self.anchor, _ = self._wait_for_anchor()
         self._announce()
-        self._write_heartbeat(0, self._store.traffic.sent, self._store.traffic.received)
+        self._write_heartbeat(0, *before)
 
     @np.errstate(all="ignore")
     def resume(
@@ -331,7 +335,7 @@ class Rounds:
         """
         assert self._pending_part is not None
         number, rules, clock = self.anchor.round, self._rules, self._clock
-        start_time = last_line = clock.now()
+        start_time, last_line = clock.now(), None
         before = self._anchors.read_manifest(number - 1) if number else None
         expected = set(before.islands()) if before else set()
         pause, longest = POLL_SECONDS
@@ -347,15 +351,27 @@ class Rounds:
                 return self._close_round(present)
             if left <= 0 and not is_listed:  # the store lost it, and the others wait for it
                 self._write_part(self._pending_part)
-            if clock.now() - last_line >= _PROGRESS_SECONDS:
+            is_lonely = len(present) < rules.quorum
+            most = _LONELY_SECONDS if is_lonely and last_line is None else _PROGRESS_SECONDS
+            if clock.now() - (start_time if last_line is None else last_line) >= most:
                 last_line = clock.now()
-                whom = ", ".join(sorted(missing)) or "other islands"
-                until = f"for {left:.0f} s at most"
-                if len(present) < rules.quorum:
-                    until = f"{len(present)} of quorum={rules.quorum} parts are there"
-                self._log(f"round {number}: waiting for {whom}, {until}")
+                self._log(f"round {number}: {self._describe_wait(present, missing, left)}")
             clock.sleep(max(0.01, min(pause, left)) if left > 0 else pause)
             pause = min(1.5 * pause, longest)
+
+    def _describe_wait(
+        self, present: Collection[str], missing: Collection[str], left: float
+    ) -> str:
+        """Return for whom this island waits, how many parts are there, and what ends the wait."""
+        quorum, count = self._rules.quorum, len(present) + len(missing)
+        whom = [*sorted(missing), *["other islands"] * (count < quorum)]
+        until = (
+            f"for {left:.0f} s at most"
+            if len(present) >= quorum
+            else f"without a limit: `deadline_seconds` ends no wait below quorum={quorum}"
+        )
+        parts = f"{len(present)} of {max(count, quorum)} parts"
+        return f"{parts} are there; waiting for {', '.join(whom)} {until}"
 
     def _list_parts(self, number: int) -> tuple[dict[str, list[str]], set[str], bool]:
         """Return who is there in the open round.

@@ -4,6 +4,7 @@ import pytest
 
 from cli.commands import QUICK, TINY, json_of, records
 from jaxslowmo.cli._compare import compare_rows, draw_comparison
+from jaxslowmo.cli._config import CompareConfig, read_config
 
 SMALL = TINY.replace("train", "compare") + " --learning-rate 0.2"
 
@@ -45,17 +46,22 @@ def test_compare_ends_with_the_table_and_the_picture(call, text, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("always:--algorithms")
 def test_one_algorithm_with_several_settings(call, text, tmp_path):
     other = "sgp+overlap=1+mixing=self_weighted:0.7+nesterov=true+learning-rate=0.1"
     outcome = call(
         SMALL, QUICK, "--algorithms", f"sgp,{other}", "--steps 3 --eval-every 3 --mode host",
         "--graph ring --data", text, "--out", tmp_path,
     )  # fmt: skip
-    assert (outcome.code, outcome.err) == (0, "")
+    said = "warning: --algorithms: nesterov has no effect with sgp.\n"
+    assert (outcome.code, outcome.err) == (0, said)
     rows = json_of(tmp_path / "compare.json")["rows"]
     assert [row["algorithm"] for row in rows] == ["sgp", other]
     assert rows[0]["bytes_sent"] == rows[1]["bytes_sent"]
     assert rows[0]["validation_loss"] != rows[1]["validation_loss"]
+    file = str(tmp_path / "config.json")
+    again = read_config(CompareConfig, "jaxslowmo compare", ["--config", file])
+    assert (again.algorithms, again.seeds, again.train.run.steps) == (f"sgp,{other}", "0", 3)
     settings = json_of(tmp_path / f"{other.replace(':', '-')}-seed0" / "config.json")
     assert (settings["algorithm"], settings["overlap"]) == ("sgp", 1)
     assert (settings["learning_rate"], settings["nesterov"]) == (0.1, True)

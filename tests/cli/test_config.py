@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cli.commands import QUICK, TINY, json_of
-from jaxslowmo.cli import _config
+from jaxslowmo.cli import _config, _setup
 from jaxslowmo.cli._config import (
     PRESETS,
     CompareConfig,
@@ -23,9 +23,11 @@ from jaxslowmo.cli._config import (
     TrainConfig,
     flatten_options,
     option_types,
+    parse_config,
     read_config,
     replace_options,
     to_file,
+    unused_options,
 )
 from jaxslowmo.cli._errors import CommandError
 from jaxslowmo.models import GPT_PRESETS
@@ -78,6 +80,144 @@ def test_options_come_before_a_file_and_that_before_a_preset(tmp_path):
         CompareConfig, "jaxslowmo compare", ["--config", str(file), "--seeds", "3,4"]
     )
     assert (other.seeds, other.train.run.steps, other.train.model.tied) == ("3,4", 192, True)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("other", PRESETS)
+def test_another_preset_sets_what_a_run_had_by_default_and_nothing_else(tmp_path, preset, other):
+    def values(config):
+        return {k: v for k, v in flatten_options(config).items() if k not in ("preset", "config")}
+
+    def differing(start):
+        """Options that presets set, with values that none of them has."""
+        return {name: type(x)(3 * x) for name, x in start.items() if isinstance(x, int | float)}
+
+    fresh, run = asked("--preset", other), asked("--preset", preset)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(to_file(run)))
+    assert values(asked("--config", file)) == values(run)
+    assert values(asked("--config", file, "--preset", other)) == values(fresh)
+    # What the run had set stays, and what the words set comes before it.
+    own = differing({name: flatten_options(run)[name] for name in ("steps", "eval_every")})
+    file.write_text(json.dumps(to_file(replace_options(run, own))))
+    assert values(asked("--config", file, "--preset", other)) == values(fresh) | own
+    changed = asked("--config", file, "--preset", other, "--steps", 5000)
+    assert values(changed) == values(fresh) | own | {"steps": 5000}
+    # Each value of a file by hand is meant, also one that its preset has.
+    own = {name: flatten_options(run)[name] for name in ("steps", "learning_rate", "batch")}
+    hand = tmp_path / "hand.json"
+    hand.write_text(json.dumps({"preset": preset} | own))
+    assert values(asked("--config", hand, "--preset", other)) == values(fresh) | own
+
+
+ALGORITHMS = get_args(OPTIONS["algorithm"][1])
+OTHER_VALUES = {
+    "sync_every": 6, "slow_every": 24, "graph": "ring", "overlap": 1, "slow_momentum": 0.25,
+    "slow_learning_rate": 0.5, "outer_learning_rate": 0.5, "fragments": 2, "delay": 1,
+    "codec": "bfloat16", "outer_momentum": 0.5, "bucket_mib": 3.0, "peers_per_step": 1,
+    "mixing": "self_weighted:0.7", "nesterov": True, "shard_state": False, "exact_average": False,
+    "merge": 0.5, "inner_state": "reset",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_what_an_algorithm_does_not_read_has_no_effect(monkeypatch, algorithm):
+    """The arguments of the library differ if and only if the option is not called unused."""
+    calls: list[Any] = []
+
+    def record(name: str) -> None:
+        def call(*args: Any, **options: Any) -> str:
+            calls.append((name, args, sorted(options.items())))
+            return name
+
+        monkeypatch.setattr(_setup.js, name, call)
+
+    for name in ("local_sgd", "sgp", "slowmo", "diloco", "all_reduce_gradients", "make_train_step"):
+        record(name)
+    monkeypatch.setattr(_setup, "_optimizer", lambda config, rate: None)
+    monkeypatch.setattr(
+        _setup, "_outer_sgd", lambda own: (own.outer_learning_rate, own.outer_momentum)
+    )
+    monkeypatch.setattr(_setup, "learning_rate_schedule", lambda config: None)
+
+    def arguments(values):
+        calls.clear()
+        config = replace_options(TrainConfig(), {"algorithm": algorithm} | values)
+        _setup.make_step(config, None, None)
+        return re.sub(r" at 0x[0-9a-f]+", "", repr(calls)), unused_options(config)
+
+    start, _ = arguments({})
+    for name, value in OTHER_VALUES.items():
+        changed, unused = arguments({name: value})
+        assert (changed == start) == (name in unused), name
+    fields = {field.name for field in dataclasses.fields(_config.AlgorithmConfig)}
+    assert {*OTHER_VALUES} == fields - {"algorithm", "check_parameters"}  # this one is refused
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize(
+    ("words", "name", "reason"),
+    [
+        ("train --algorithm all_reduce --codec int8", "--codec", "with all_reduce"),
+        ("train --mesh replica=2 --replicas 3", "--replicas", "replica=2"),
+        ("train --schedule gpipe", "--schedule", "stages"),
+        ("train --quorum 2", "--quorum", "--islands"),
+        ("train --fallback", "--fallback", "--resume"),
+        ("train --restarts=2", "--restarts", "one process"),
+        ("train --process-logs", "--process-logs", "one process"),
+        ("compare --algorithm sgp", "--algorithm", "--algorithms"),
+        ("compare --algorithms sgp,all_reduce --sync-every 3", "--sync-every", "sgp, all_reduce"),
+        ("compare --seed 3 --seeds 0,1", "--seed", "--seeds"),
+        ("sample x --temperature 0 --top_k 3", "--top-k", "--temperature 0"),
+        ("launch --processes 2 -- train --out x --quorum 3", "--quorum", "--islands"),
+    ],
+)
+def test_an_option_without_effect_is_a_warning(call, monkeypatch, tmp_path, words, name, reason):
+    def ends(*args: object) -> int:
+        return 0
+
+    monkeypatch.setattr("jaxslowmo.cli._run.train", ends)
+    monkeypatch.setattr("jaxslowmo.cli._compare.compare", ends)
+    monkeypatch.setattr("jaxslowmo.cli._sample.sample", ends)
+    monkeypatch.setattr("jaxslowmo.cli._supervise.launch", ends)
+    outcome = call(words)
+    assert (outcome.code, outcome.err.count("\n")) == (0, 1), outcome
+    assert outcome.err.startswith(f"warning: {name} has no effect ")
+    assert reason in outcome.err
+
+
+COMMANDS = _config._COMMANDS
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_suggested_for_a_slip_and_takes_one_value(command):
+    cls = COMMANDS[command]
+    types, hidden = option_types(cls), _config._hidden(cls)
+    for name, (_, hint) in types.items():
+        option = f"--{name.replace('_', '-')}"
+        if command == "sample" and name == "run":
+            continue
+        if name in hidden:
+            with pytest.raises(CommandError, match=f"option: {option}; `{name}` is set in a file"):
+                parse_config(cls, "jaxslowmo", [option, "1"])
+            continue
+        for slip in (option[:-1], option[:4] + option[5:], f"{option}s"):
+            plain = slip[2:].replace("-", "_")
+            if plain in types or plain in _config._NAMES or len(plain) < 3:
+                continue
+            with pytest.raises(CommandError, match=f"no such option: {slip}; did you mean --") as e:
+                parse_config(cls, "jaxslowmo", [f"{slip}=1"])
+            meant = re.findall("mean --([a-z-]+)", str(e.value))
+            assert set(meant) <= {x.replace("_", "-") for x in types}
+        kind = get_args(hint)[0] if get_args(hint) else hint
+        if kind is bool:
+            words, rule = [option, "surplus"], "no value"
+        else:
+            value = kind if isinstance(kind, str) else "1"  # a choice, or a number and a text
+            words, rule = [option, value, "surplus"], "one value"
+        run = {"sample": ["x"], "launch": ["--processes", "2"]}.get(command, [])
+        with pytest.raises(CommandError, match=f"{option} takes {rule}: surplus is one too many"):
+            parse_config(cls, "jaxslowmo", [*run, *words])
 
 
 def test_what_follows_from_other_options():
@@ -174,7 +314,8 @@ def test_a_plain_scalar_of_yaml_is_what_json_makes_of_it_else_text(text):
 @pytest.mark.parametrize(
     ("name", "text", "part"),
     [
-        ("a.yaml", "stepz: 3", "stepz"),
+        ("a.yaml", "stepz: 3", "stepz is no option; did you mean steps?"),
+        ("a.yaml", "lr: 3", "did you mean learning_rate?"),
         ("a.yaml", "config: b.yaml", "config"),
         ("a.yaml", "steps: 010", "'010'"),
         ("a.yaml", "tensorboard: no", "'no'"),
@@ -206,6 +347,11 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "trian": ("trian", "did you mean train?"),
     "inspect config": ("inspect",),
     "train --bogus 3": ("--bogus",),
+    "train --lr 3": ("--lr", "did you mean --learning-rate?"),
+    "train --batch-size 3": ("--batch-size", "did you mean --batch?"),
+    "train --weight-decay 3": ("--weight-decay", "in a file"),
+    "train --data a b": ("--data takes one value", "b is one too many"),
+    "compare --resume": ("--resume", "one of train"),
     "train --steps": ("--steps",),
     "train --steps many": ("--steps", "many"),
     "train --steps 0": ("--steps", "0"),
@@ -243,6 +389,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "launch --processes 2 -- train": ("--out",),
     "launch --processes 2 -- train --out x --process-id=1": ("--process-id",),
     "launch -- train --out x": ("--processes",),
+    "launch --processes 2 train --out x": ("jaxslowmo launch --processes 2 -- train --out x",),
+    "launch --processes 2 --out x": ("--out", "one of train, after --"),
     "sample": ("RUN",),
     "sample /no/such/run": ("/no/such/run",),
     "islands status ftp://run": ("ftp://run",),

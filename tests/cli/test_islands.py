@@ -20,6 +20,8 @@ def test_a_dry_run_asks_no_store_and_a_status_needs_a_run(call, text, tmp_path):
     outcome = call("train --dry-run --preset tiny --islands run --island a --codec int8")
     assert (outcome.code, outcome.err) == (0, "")
     assert "average" in outcome.out
+    rows = dict(row for row in outcome.rows if len(row) == 2)
+    assert rows["sent to the store in a round"] == "12.0 kB"  # of 11,760 parameters
     assert "slow" not in outcome.out.replace("slowmo", "")  # the store's, not the replicas'
     call("islands status run").is_refused("run: there is no run here")
     late = call("train --preset tiny --data", text, "--islands run --island a", {"late": "never"})
@@ -38,12 +40,28 @@ def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
 
     whole = trained("first", "whole", "--steps 12")
     assert (whole.code, whole.err) == (0, "")
-    assert "Island a: 3 rounds, each: " in whole.out
+    assert " bytes to join; 3 rounds, each: " in whole.out
+    assert "sent 0 B" not in whole.out
+    assert dict(whole.rows)["bytes sent to the store"] != "0 B"
+    # All that lies in the store, and the heartbeats that later ones have replaced.
+    stored = sum(x.stat().st_size for x in (tmp_path / "first").rglob("*") if x.is_file())
+    summary = json_of(tmp_path / "whole" / "summary.json")
+    assert stored < summary["bytes_sent"] < stored + 3 * 500
+    sent = [r["bytes_sent"] for r in records(tmp_path / "whole")]
+    assert (sent, sent[-1]) == (sorted(sent), summary["bytes_sent"])
+    assert len({*sent}) == 4  # a round is a step up
+    assert (summary["island"], summary["bytes_are_hypothetical"]) == ("a", False)
     assert trained("second", "parts", "--steps 6").code == 0
     # Its waiting may be other than before.
     outcome = trained("second", "parts", "--steps 12 --resume --quorum 1", {"late": "carry"})
     assert (outcome.code, outcome.err) == (0, "")
-    assert trajectory(tmp_path / "parts") == trajectory(tmp_path / "whole")
+
+    def without_bytes(out):  # who resumes joins again
+        return [{k: v for k, v in r.items() if k != "bytes_sent"} for r in trajectory(out)]
+
+    assert without_bytes(tmp_path / "parts") == without_bytes(tmp_path / "whole")
+    more = json_of(tmp_path / "parts" / "summary.json")["bytes_sent"] - summary["bytes_sent"]
+    assert 0 < more < 1000
     found = trajectory(tmp_path / "whole")
     assert [r["round"] for r in found[1:]] == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3]
     assert json_of(tmp_path / "whole" / "summary.json")["round"] == 3

@@ -28,10 +28,13 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
     assert "validation loss of the consensus" in outcome.out
-    assert outcome.out.rstrip().endswith(f"Results in {out}")
+    last = [f"Results in {out}, its loss drawn in loss.png", f"jaxslowmo sample {out}"]
+    assert [*map(str.endswith, outcome.out.splitlines()[-2:], last)] == [True] * 2
     assert {path.name for path in out.iterdir()} == {
-        "config.json", "loss.png", "metrics.jsonl", "summary.json", "tensorboard",
+        "checkpoints", "config.json", "loss.png", "metrics.jsonl", "summary.json", "tensorboard",
     }  # fmt: skip
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["9"]
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     found = records(out)
     assert [record["step"] for record in found] == [0, 1, 2, 4, 6, 8, 9]
@@ -228,9 +231,15 @@ def test_ctrl_c_ends_cleanly_with_metrics_written(text, tmp_path):
     assert summary["steps"] == records(out)[-1]["step"] > 0
 
 
-@pytest.mark.parametrize("algorithm", ["local_sgd", "sgp", "slowmo", "diloco"])
-def test_a_dry_run_says_what_a_run_then_sends(call, text, tmp_path, algorithm):
-    options = f"--algorithm {algorithm} --replicas 2 --steps 4 --sync-every 2 --slow-every 4"
+@pytest.mark.parametrize(
+    ("algorithm", "periods"),
+    [
+        ("local_sgd", "--sync-every 2"), ("sgp", ""),
+        ("slowmo", "--sync-every 2 --slow-every 4"), ("diloco", "--slow-every 4"),
+    ],
+)  # fmt: skip
+def test_a_dry_run_says_what_a_run_then_sends(call, text, tmp_path, algorithm, periods):
+    options = f"--algorithm {algorithm} --replicas 2 --steps 4 {periods}"
     told = call(TINY, QUICK, options, "--dry-run")
     assert (told.code, told.err) == (0, "")
     assert [*tmp_path.iterdir()] == []

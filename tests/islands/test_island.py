@@ -295,15 +295,19 @@ def test_report_and_status_tell_bytes_requests_and_who(tmp_path):
         functools.partial(train, tmp_path, name, part, quorum=2, periods=4)
         for name, part in (("a", slice(0, 1)), ("b", slice(1, 2)))
     ]
-    (_, _, a), _ = run_together(runs)
+    (_, _, a), (_, _, b) = run_together(runs)
     report, size = a.report(), 4 * (6 * 3 + 3)
     assert report.rounds == 4
     assert size <= report.received <= size + 1500
+    # Four parts, and before them what one of the two began the run with.
+    assert report.sent_to_join + 4 * report.sent == a.bytes_sent > 4 * size
+    assert a.bytes_sent + b.bytes_sent > 9 * size
     assert {"get", "put", "list"} <= report.requests.keys()
     assert "4 rounds, each" in str(report)
     status = js.islands.status(str(tmp_path))
     assert (status.round, [x.name for x in status.islands]) == (4, ["a", "b"])
     assert [(x.round, x.lag, x.updates) for x in status.islands] == [(4, 0, 16)] * 2
+    assert all(size <= x.sent <= size + 1500 for x in status.islands)
     assert str(status).count("\n") == 3
 
 

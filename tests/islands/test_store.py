@@ -1,5 +1,7 @@
 """What a store's failures mean: some pass, some do not, and what is waited for is said."""
 
+import dataclasses
+import re
 from collections.abc import Callable
 
 import pytest
@@ -43,8 +45,10 @@ def test_refusals_of_a_bucket_do_not_pass(tmp_path):
     assert {exceptions.PermissionDeniedError, exceptions.UnauthenticatedError} <= {*refusals}
 
 
-def test_a_line_names_whom_an_island_waits_for():
-    world = World(lambda n: 0)
+@pytest.mark.parametrize("start", [0.0, 10.0])
+@pytest.mark.parametrize("quorum", [2, 3])
+def test_a_lonely_island_soon_says_whom_it_waits_for_and_that_no_deadline_ends_that(quorum, start):
+    world, early = World(lambda n: 0), list[str]()
 
     def stay(rounds: Rounds) -> None:
         moved(rounds, UNIT[0])
@@ -53,10 +57,40 @@ def test_a_line_names_whom_an_island_waits_for():
         rounds._clock.sleep(40.0)
         moved(rounds, UNIT[1])
 
-    _, said = life("a", world, stay, quorum=2)
+    _, said = life("a", world, stay, quorum=quorum)
+    # Its own exchange begins one second after it has joined.
+    Process(world, "clock", lambda process: (process.sleep(6.0), early.extend(said)), 0.0)
+    for name in ("b", "c")[: quorum - 1]:
+        life(name, world, act, start, quorum=quorum)
+    world.run()
+    names = ["b", "c"][: quorum - 1] if start == 0.0 else ["other islands"]
+    line = (
+        f"round 0: 1 of {quorum} parts are there; waiting for {', '.join(names)} without a limit: "
+        f"`deadline_seconds` ends no wait below quorum={quorum}"
+    )
+    assert early == [line]
+    assert len(said) == 2  # the next one half a minute later
+    assert "waiting for b" in said[1]
+
+
+def test_a_line_says_when_a_wait_with_a_quorum_ends():
+    world = World(lambda n: 0)
+
+    def stay(rounds: Rounds) -> None:
+        rounds._rules = dataclasses.replace(rounds._rules, deadline_seconds=100.0)
+        moved(rounds, UNIT[0])
+
+    def act(rounds: Rounds) -> None:
+        rounds._clock.sleep(40.0)
+        moved(rounds, UNIT[1])
+
+    _, said = life("a", world, stay)
     life("b", world, act)
     world.run()
-    assert said == ["round 0: waiting for b, 1 of quorum=2 parts are there"]
+    assert len(said) == 1
+    assert re.fullmatch(
+        "round 0: 1 of 2 parts are there; waiting for b for (68|69|70) s at most", said[0]
+    )
 
 
 def test_of_two_processes_of_one_name_the_later_one_goes_on():

@@ -45,7 +45,7 @@ for t in range(1, 13):
 b = np.asarray(state.params["b"].addressable_data(0))[0].tolist()
 lost = jax.tree.leaves(state.exchange.local["island"].lost)
 kept = [np.asarray(x.addressable_data(0)).any() for x in lost]
-said = {"b": b, "round": island.round, "lost": bool(any(kept))}
+said = {"b": b, "round": island.round, "lost": bool(any(kept)), "sent": island.bytes_sent}
 if rank == 0:
     shutil.rmtree(url)
 try:
@@ -65,6 +65,7 @@ def test_it_trains_as_one_process_does_and_fails_on_both(tmp_path, delay):
     first, second = (json.loads(text.strip().splitlines()[-1]) for text in printed)
     assert first == second | {"error": first["error"]}
     assert (first["round"], first["lost"]) == (3, True)
+    assert first["sent"] > 0
     assert "is not here any more. Was the bucket" in first["error"]
     assert "is not here any more. Was the bucket" in second["error"]
     codec = js.codecs.int8()
