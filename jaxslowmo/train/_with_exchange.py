@@ -16,7 +16,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from .._support.checks import check_choice, checks_flags
+from .._support.checks import check_choice, checks_flags, warn_user
 from .._support.types import AxisName, Phase, PyTree, axis_names
 from ..mesh import (
     AnyMesh,
@@ -110,6 +110,37 @@ class LibraryUpdate:
             )
         for access in (self.params, self.opt_state, self.statistics):
             access.check(state)
+        jax.eval_shape(self._check_parts, state)
+
+    def _check_parts(self, state: PyTree) -> PyTree:
+        """Raise `ValueError` for parameters among the statistics; warn of arrays in no part.
+
+        In a traced state each leaf is an object of its own.
+        """
+        params, *others = (
+            {id(x) for x in jax.tree.leaves(access.get(state))}
+            for access in (self.params, self.opt_state, self.statistics)
+        )
+        names = dict(zip(map(id, jax.tree.leaves(state)), leaf_names(state), strict=True))
+        if both := sorted(names.get(x, "?") for x in params & others[-1])[:6]:
+            raise ValueError(
+                f"with_exchange: `statistics` must not be parameters, which `get_params` returns, "
+                f"got {both}."
+            )
+        left = [
+            names[id(x)]
+            for x in jax.tree.leaves(state)
+            if id(x) not in params.union(*others)
+            and jnp.ndim(x)
+            and jnp.issubdtype(x.dtype, jnp.floating)
+        ]
+        # Without `get_opt_state` they may be the optimizer's.
+        if left and self.opt_state is not NO_ACCESS:
+            warn_user(
+                f"with_exchange: {', '.join(left[:6])} of the state are never averaged. Batch "
+                "statistics belong into `statistics`; of other arrays nothing is wrong."
+            )
+        return state
 
     def roles(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         """Return the role of each leaf of the arguments: "batch" where it is split."""
