@@ -540,7 +540,9 @@ def _rows_of_kind(
                 trips = math.prod(known) if len(known) == len(loops) else None
                 row = CommRow(kind, axis, node.name, level, 0, 0, 0, group_size, ())
                 row = replace(row, conditional=conditional, in_loop=bool(loops), trip_count=trips)
-                num_devices = 0 if axis == UNKNOWN_AXIS else len(meshes[0].ids)
+                # Meshes of fewer devices lay out what is the same on all, as on a virtual mesh.
+                most = max((len(mesh.ids) for mesh in meshes), default=0)
+                num_devices = 0 if axis == UNKNOWN_AXIS else most
                 whole_sent = wire_bytes(node, group_size, num_devices)
                 parts = [("", (1, node.nbytes, whole_sent))]
                 if level == "emitted":

@@ -25,6 +25,7 @@ from ..mesh import (
     consensus,
     inner_specs,
     map_replicas,
+    mesh_text,
     model_axes,
     replica_count,
     replicate,
@@ -324,6 +325,13 @@ class ExchangingStep:
         self._program_checks = program_checks(
             mesh, axis_name, update.map_with, update.gradients, self.sync
         )
+
+    def __repr__(self) -> str:
+        """Return a line: the axes of the mesh, what is exchanged, and the mode."""
+        gradients = self._update.gradients
+        what = f"sync={self.sync!r}"
+        what = what if gradients is None else f"gradients={gradients!r}, {what}"
+        return f"<js.with_exchange over {mesh_text(self.mesh)}: {what}; mode={self.mode!r}>"
 
     def init(self, state: PyTree) -> ReplicaState:
         """Make the states of all replicas from that of one.

@@ -19,6 +19,7 @@ from ...mesh import (
     consensus,
     describe,
     device_mesh,
+    mesh_text,
     replica_count,
     replicate,
     replicate_argument,
@@ -29,7 +30,14 @@ from ...tree import check_arrays
 from .._batches import HostBatch
 from .._train_state import StepExchange, TrainState, replica_keys, warn_of_rbg, with_own_keys
 from ._ahead import AheadMode, AheadStep
-from ._checks import check_axes, check_trainable, check_with_tables, checked_gradients, split_chain
+from ._checks import (
+    check_axes,
+    check_exchanges,
+    check_trainable,
+    check_with_tables,
+    checked_gradients,
+    split_chain,
+)
 from ._dispatched import DispatchedGradients
 from ._first_run import compare_settings
 from ._gradients import BatchGradients, GradientWindow, Metrics, ModelStateMode, StepInputs
@@ -57,6 +65,16 @@ class TrainStep:
         self.embeddings = runner.embeddings
         self.sync = runner.update.sync
         self.host_batch: HostBatch = host_batch
+
+    def __repr__(self) -> str:
+        """Return a line: the axes of the mesh, what is exchanged, and the mode."""
+        gradients = self._runner.update.gradients
+        parts = [] if gradients is None else [f"gradients={gradients!r}"]
+        parts += [] if self.sync is None else [f"sync={self.sync!r}"]
+        if not parts:
+            parts = ['sync="none"' if self._runner.update.independent else "exchanges in optimizer"]
+        where = mesh_text(self.mesh)
+        return f"<js.make_train_step over {where}: {', '.join(parts)}; mode={self.mode!r}>"
 
     def init(
         self,
@@ -541,6 +559,7 @@ def make_train_step(
     )
     if embeddings is not None:
         update = UpdateWithTables.from_dense_update(update, embeddings)
+    check_exchanges(update, mesh)
     runner = Runner(update, embeddings, mesh, mode, host_batch, donate, options)
     return TrainStep(runner, host_batch, settings)
 
