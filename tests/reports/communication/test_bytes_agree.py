@@ -121,7 +121,9 @@ def report_of(shapes, mesh, num_statistics, **parts):
     params = [np.zeros(s, np.float32) for s in shapes]
     start = {"mean": np.zeros(num_statistics, np.float32), "count": np.int32(0)}
     state = jax.eval_shape(lambda: step.init(params, model_state=start))
-    programs = step.traced_by_phase(state, jax.ShapeDtypeStruct((math.prod(mesh.shape.values()), 3), jnp.float32))
+    programs = step.traced_by_phase(
+        state, jax.ShapeDtypeStruct((math.prod(mesh.shape.values()), 3), jnp.float32)
+    )
     lowered = {kind: program.lower() for kind, program in programs.items()}
     return js.comm_report_of(lowered.get(None, lowered), compile=False)
 
