@@ -201,8 +201,7 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
         if has_state and not is_pair:
             raise ValueError(
                 "`loss_fn` must return (loss, (metrics, model_state)), since the train state has a "
-                f"model state, got {'(loss, metrics)' if aux else 'a loss'}: without it, statistics "
-                "would stay as they are."
+                f"model state, got {'(loss, metrics)' if aux else 'a loss'}."
             )
         check_loss("loss_fn", terms[0])
         _check_metrics(metrics)

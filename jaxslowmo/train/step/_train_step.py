@@ -438,7 +438,7 @@ def make_train_step(
 
     Args:
       loss_fn: `loss_fn(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))` for
-        the examples of one replica; also `(params, batch) -> loss` or `(loss, metrics)`.
+        the examples of one replica; without model state also `loss` or `(loss, metrics)`.
       optimizer: an optax transform, whose state is local to each replica, or a whole `js.chain`.
       sync: the exchange of parameters, such as `js.slowmo("replica")`. None: there is none, since
         gradients are averaged. `"none"`: replicas exchange nothing at all.
@@ -465,8 +465,9 @@ def make_train_step(
       A `TrainStep`: `step(state, batch) -> (state, metrics)`; `step.init(params)` makes the state.
 
     Raises:
-      ValueError: an invalid value, arguments that exclude each other, or a transform in the wrong
-        place; also when `init` or the first step is traced.
+      ValueError: an invalid value, arguments that exclude each other, several replicas of which
+        nothing is exchanged, or a transform in the wrong place; also when `init` or the first step
+        is traced, and for a loss that does not return the model state.
       UserWarning: once, for settings that are legal and hardly meant.
 
     Communication: what `gradients` and `sync` state, once per update; one all-reduce of the model

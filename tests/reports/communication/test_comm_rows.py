@@ -61,8 +61,10 @@ def test_table():
         *("emitted", "bytes", "sent", "compiled", "bytes", "sent", "notes"),
     ]
     assert [line.split() for line in lines] == [
-        ["local", "device", "all-reduce", "gradients", "6", "4,000,000", "6,000,000"]
-        + ["1", "4,000,008", "6,000,012"],
+        [
+            *("local", "device", "all-reduce", "gradients"),
+            *("6", "4,000,000", "6,000,000", "1", "4,000,008", "6,000,012"),
+        ],
         ["local", "device", "all-reduce", "padding", "0", "8", "12"],
         ["slow", "device", "all-reduce", "6", "4,000,000", "4,000,000", "0", "0", "0"],
         ["slow", "replica", "reduce-scatter", "1", "1,000", "1,000", "0", "0", "0", "conditional"],
