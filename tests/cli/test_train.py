@@ -1,6 +1,7 @@
 """`jaxslowmo train` from its options to its files: metrics, bytes, statistics, and how it ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -243,11 +244,14 @@ def test_a_dry_run_says_what_a_run_then_sends(call, text, tmp_path, algorithm):
     lines = told.out.splitlines()
     sent = lines[lines.index("Each replica sends in a step, as progress lines count it:") + 1 :]
     assert sent == [f"  {kind}: {format_bytes(n)}" for kind, n in kinds.items()]
-    # The column "sent" of a table with one level; a replica is one device here.
-    rows = [line.split() for line in lines if " replica " in line and "replicas" not in line]
+    # The table's column "sent" is the third number of a line; a replica is one device here.
     for kind, n in kinds.items():
-        own = [row[row.index("-") - 1] for row in rows if " ".join(row).startswith(f"{kind} re")]
-        assert sum(int(x.replace(",", "")) for x in own) == n
+        rows = [
+            re.findall(r" [\d,]+(?= |$)", x)
+            for x in lines
+            if re.match(re.escape(kind) + " +replica ", x)
+        ]
+        assert sum(int(row[2].replace(",", "")) for row in rows) == n
     assert f"4/4  loss {summary['loss']:.3f}" in done.out
     assert f"sent {format_bytes(summary['bytes_sent'])}\n" in done.out
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
