@@ -212,7 +212,9 @@ def main() -> None:
         kind = next(k for k in report.kinds if k != "local" or len(report.kinds) == 1)
         kind = "local" if "local step" in name and "local" in report.kinds else kind
         rows = report.select(axis="replica", kind=kind) if "replica" in report.axes else ()
-        sent[name] = [(r.count, r.collective, r.bytes) for r in rows if r.level == "emitted"]
+        sent[name] = [
+            (r.count, r.collective, r.bytes) for r in rows if r.level == "emitted" and r.count
+        ]
         for _ in range(3):
             states[name], _ = jax.block_until_ready(step(states[name], batch))
     for _ in range(ARGS.rounds):

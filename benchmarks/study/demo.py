@@ -39,7 +39,8 @@ def table(rows: list[Row]) -> Table:
     for row in rows:
         best, period = row["best"], row["period"]
         when = "1 update" if period == 1 else f"{period} updates"
-        sent = 4 * PARAMETERS[row["part"]] * row["steps"] / period / 1000
+        ring = 2 * (row["replicas"] - 1) / row["replicas"]  # what a replica sends, of each byte
+        sent = ring * 4 * PARAMETERS[row["part"]] * row["steps"] / period / 1000
         momentum = f"{best['momentum']:g}" if best["momentum"] else ""
         loss = "{:.3f} ± {:.3f}".format(*interval(row["test"]))
         shown.add_row(row["algorithm"], when, f"{best['rate']:.2g}", momentum, loss, f"{sent:,.0f}")

@@ -167,24 +167,39 @@ class Settings(NamedTuple):
     Attributes:
       factory: its public name.
       arguments: value by name, defaults included.
+      given: the names of those that the call gave.
     """
 
     factory: str
     arguments: Mapping[str, Any]
+    given: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the call, without defaults."""
+        given = [f"{name}={self.arguments[name]!r}" for name in self.given]
+        return f"js.{self.factory}({', '.join(given)})"
 
 
 def records_settings(factory: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Let what the decorated factory returns hold its `Settings`; see `checks_flags`, too."""
+    """Let what the decorated factory returns hold its `Settings`; see `checks_flags`, too.
+
+    An argument that the factory does not have is refused by an error that names those that it has.
+    """
     signature = inspect.signature(factory)
     checked = checks_flags(factory.__name__)(factory)
 
     @functools.wraps(factory)
     def wrapper(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        for name in kwargs:
+            if name not in signature.parameters:
+                known = ", ".join(f"`{each}`" for each in signature.parameters)
+                raise TypeError(f"{factory.__name__}: there is no argument `{name}`, but {known}.")
         made = checked(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
+        given = tuple(bound.arguments)
         bound.apply_defaults()
         transform: Any = made
-        transform.settings = Settings(factory.__name__, bound.arguments)
+        transform.settings = Settings(factory.__name__, bound.arguments, given)
         return made
 
     return wrapper

@@ -30,5 +30,26 @@ OF_TRANSFORMS = (
 )
 """All scopes that wrap the exchanges of the library's transforms."""
 
+# Around the means of an optimizer's moments, whose exchange is one of parameters else.
+MOMENTS = "moments"
+AGREE = "agree"  # whether all replicas agree
+# "padding:3of8" says that of 8 bytes that a collective sends 3 are padding; nested ones multiply.
+PADDING = "padding:"
+
+CONTENT = {
+    ALL_REDUCE_GRADIENTS: "gradients",
+    ALL_REDUCE_ROWS: "gradients",
+    GRADIENT_TRANSFORM: "gradients",
+    TIED: "gradients",
+    CLIP: "norm",
+    AGREE: "flags",
+    LOSS_SCALE: "flags",
+    SKIP_UNUSED: "flags",
+    MOMENTS: "moments",
+    MODEL_STATE: "statistics",
+    METRICS: "metrics",
+}
+"""What collectives in a scope send, in the words of reports. In a phase others send parameters."""
+
 # Not a scope: the name for notes about buffers of gradients; notes for parameters name the phase.
 GRADIENTS = "gradients"

@@ -23,6 +23,7 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import ArgumentError
+from .._support.scopes import MODEL_STATE
 from .._support.types import PyTree
 from ..collectives import exchange_in_slices, permute
 from ..collectives.codecs import Codec, Half
@@ -209,7 +210,8 @@ class Gossip:
             return statistics
         local = self.group.local_axis_name
         plain = dataclasses.replace(self.group.plain, local_axis_name=local)
-        return dataclasses.replace(self, group=plain).mix(number, statistics, weight)
+        with jax.named_scope(MODEL_STATE):
+            return dataclasses.replace(self, group=plain).mix(number, statistics, weight)
 
     def _exchange_blocks(
         self, number: int | jax.Array, values: PyTree, weight: jax.Array

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from .._support.checks import ArgumentError, records_settings
+from .._support.scopes import MODEL_STATE
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Codec, Half
 from ..mesh import axis_names
@@ -216,7 +217,8 @@ def _with_means(
 ) -> Carry:
     """Return the carry with averaged statistics, and moments that follow the parameters."""
     # Layouts, buckets and codec are those of parameters, so statistics are sent without.
-    means = replicas.plain.mean(carry.statistics, context.weight)
+    with jax.named_scope(MODEL_STATE):
+        means = replicas.plain.mean(carry.statistics, context.weight)
     carry = carry._replace(statistics=means)
     return update_moments(old, carry, replicas, context, inner_state)
 

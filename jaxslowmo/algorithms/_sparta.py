@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import ArgumentError, checked_int, checked_share, records_settings
+from .._support.scopes import MODEL_STATE
 from .._support.types import AxisName, PyTree
 from ..collectives.codecs import Half
 from ..transform import (
@@ -111,7 +112,8 @@ def _average(
     y, whole = replicas.local(carry.params), [P()]
     count, weight = (replicas.local(x, whole) for x in (context.count, context.weight))
     params = replicas.run(run, [y, count, weight], y, packs=True)[0]
-    means = replicas.plain.mean(carry.statistics, context.weight)
+    with jax.named_scope(MODEL_STATE):
+        means = replicas.plain.mean(carry.statistics, context.weight)
     return carry._replace(params=params, statistics=means)
 
 

@@ -200,8 +200,11 @@ def dry_run(config: TrainConfig) -> int:
     console.print(facts_table(facts, title=config.algorithm.algorithm))
     rows = config.mesh.num_replicas * config.data.batch
     batch = np.zeros((rows, model.config.context_length + 1), np.uint8)
-    print_lines(console, "What a step sends, as bytes that go into each collective on one device:")
-    print_lines(console, str(report_collectives(step, state, batch)))
+    report = report_collectives(step, state, batch)
+    print_lines(console, "What goes into the collectives of one device, and what that sends:")
+    print_lines(console, str(report), "Each replica sends in a step, as progress lines count it:")
+    for kind, count in ByteLedger(report, devices.mesh).by_kind.items():
+        print_lines(console, f"  {kind}: {format_bytes(count)}")
     return 0
 
 

@@ -17,8 +17,10 @@ from ..mesh import axis_size, is_device_axis, is_on_tpu, platform, sum_over
 from ..tree import WeightedSum, at_least_float32, cast
 from ._scatter import (
     all_gather_under_vmap,
+    codec_scope,
     exchange_in_slices,
     gather_slices,
+    padding_scope,
     permute,
     scatter_mean_of,
 )
@@ -306,14 +308,15 @@ def _by_permutes(x: jax.Array, axis_name: AxisName) -> jax.Array:
     def shift(x: jax.Array, by: int) -> jax.Array:
         return permute(x, axis_name, [(i, (i + by) % count) for i in range(count)])
 
-    piece = pieces[me]
-    for by in range(1, count):
-        piece = piece + shift(pieces[(me + by) % count], by)
-    mean = piece / count
-    # Its owner alone computes each piece of the mean, so all replicas hold the same bits.
-    whole = pieces.at[me].set(mean)
-    for by in range(1, count):
-        whole = whole.at[(me - by) % count].set(shift(mean, by))
+    with padding_scope(pieces.size, x.size):
+        piece = pieces[me]
+        for by in range(1, count):
+            piece = piece + shift(pieces[(me + by) % count], by)
+        mean = piece / count
+        # Its owner alone computes each piece of the mean, so all replicas hold the same bits.
+        whole = pieces.at[me].set(mean)
+        for by in range(1, count):
+            whole = whole.at[(me - by) % count].set(shift(mean, by))
     return whole.reshape(-1)[: x.size].reshape(x.shape)
 
 
@@ -387,8 +390,11 @@ def _dense_mean(
     keys = (None, None) if key is None else jax.random.split(jax.random.fold_in(key, me))
     per = codec.chunk_size(size, replicas)
     chunks = jnp.pad(flat, (0, replicas * per - size)).reshape(replicas, per)
-    mean, lost, is_mine = _mean_of_chunk(chunks, axis_name, codec, keys[0])
-    gathered = gather_slices(codec.encode(mean[None], keys[1]), axis_name)
+    with padding_scope(chunks.size, size):
+        mean, lost, is_mine = _mean_of_chunk(chunks, axis_name, codec, keys[0])
+        sent = codec.encode(mean[None], keys[1])
+        with codec_scope(codec, per):
+            gathered = gather_slices(sent, axis_name)
     means = codec.decode(gathered, per)
     rounded = lax.dynamic_index_in_dim(means, me, keepdims=False)
     lost = jnp.where(is_mine, replicas * (mean - rounded), lost)
@@ -408,7 +414,9 @@ def _mean_of_chunk(
     sent = codec.encode(chunks, key)
     me = lax.axis_index(axis_name)
     is_mine = (jnp.arange(replicas, dtype=me.dtype) == me)[:, None]
-    parts = jnp.where(is_mine, chunks, codec.decode(all_to_all(sent, axis_name), per))
+    with codec_scope(codec, per):
+        arrived = all_to_all(sent, axis_name)
+    parts = jnp.where(is_mine, chunks, codec.decode(arrived, per))
     lost = jnp.where(is_mine, 0, chunks - codec.decode(sent, per))
     return jnp.sum(parts, axis=0) / replicas, lost, is_mine
 
@@ -464,7 +472,8 @@ def _sparse_sums(
         values = codec.decode(of_one[None], size)[0].astype(flat.dtype)
         return tuple(x + y for x, y in zip(sums, terms(values), strict=True)), None
 
-    gathered = gather_slices(sent, axis_name)
+    with codec_scope(codec, size):
+        gathered = gather_slices(sent, axis_name)
     zeros = jnp.zeros_like(gathered, flat.dtype, shape=flat.shape)
     return lax.scan(add, tuple(zeros for _ in jax.eval_shape(terms, zeros)), gathered)[0], lost
 

@@ -19,6 +19,7 @@ all chips of a square torus as one axis, every shape becomes an all-reduce; use 
 there. `tests/tpu_aot` tests these rules.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from .._support.scopes import PADDING
 from .._support.types import AxisName, checks_varying, tracks_types
 from ..mesh import (
     axis_names,
@@ -117,6 +119,21 @@ _TILE = (8, 128)  # rows and lanes of a float32 tile
 _TILE_ELEMENTS = 8 * 128
 _FEWEST_TILES = 3
 _TILES_PER_SPAN = 200
+
+
+def padding_scope(padded: int, used: int) -> contextlib.AbstractContextManager[Any]:
+    """Return a scope for collectives that send `padded` elements or bytes, of which `used` count.
+
+    Reports read it: `js.comm_report` lists the rest as padding.
+    """
+    if padded == used:
+        return contextlib.nullcontext()
+    return jax.named_scope(f"{PADDING}{padded - used}of{padded}")
+
+
+def codec_scope(codec: Codec, size: int) -> contextlib.AbstractContextManager[Any]:
+    """Return the `padding_scope` of collectives that send rows of `size` elements in a codec."""
+    return padding_scope(codec.num_bytes(size), codec.payload_bytes(size))
 
 
 class ShardLayout(NamedTuple):
@@ -212,10 +229,12 @@ def exchange_in_slices(
     if local_axis_name is None or axis_size(local_axis_name) == 1 or flat.size == 0:
         return exchange(flat)
     # Slices have the shape of shards, for which TPU compilers keep the all-gather.
-    result = exchange(_local_part(flat, local_axis_name))
-    return jax.tree.map(
-        lambda x: gather_slices(x, local_axis_name).reshape(-1)[: flat.size], result
-    )
+    part = _local_part(flat, local_axis_name)
+    with padding_scope(part.size * axis_size(local_axis_name), flat.size):
+        result = exchange(part)
+        return jax.tree.map(
+            lambda x: gather_slices(x, local_axis_name).reshape(-1)[: flat.size], result
+        )
 
 
 def _as_shards(rows: jax.Array, layout: ShardLayout) -> jax.Array:
@@ -330,7 +349,8 @@ def scatter_mean(
         return sum_over(rows[0], axis_name)
     shards = _as_shards(rows, _layout_of_row(size, count, local_axis_name))
     mine = local_slice(shards, local_axis_name or (), dimension=1)
-    mean = gather_slices(_scatter_sum(mine, axis_name) / count, local_axis_name or ())
+    with padding_scope(shards.size, rows.size):
+        mean = gather_slices(_scatter_sum(mine, axis_name) / count, local_axis_name or ())
     return mean.reshape(-1)[:size]
 
 
@@ -396,13 +416,16 @@ def all_gather_rows(
         return sum_over(row, axis_name)[None]
     shard = _as_shards(row[None], _layout_of_row(row.size, count, local_axis_name))[0]
     part = local_slice(shard, local)
-    if codec is None:
-        parts = gather_slices(part, axis_name)
-    else:
-        sent = gather_slices(codec.encode(part.reshape(1, -1).astype(jnp.float32)), axis_name)
-        parts = codec.decode(sent, part.size).astype(shard.dtype)
-    parts = parts.reshape(count, *part.shape)
-    return gather_slices(parts, local, dimension=1).reshape(count, -1)[:, : row.size]
+    with padding_scope(shard.size, row.size):
+        if codec is None:
+            parts = gather_slices(part, axis_name)
+        else:
+            sent = codec.encode(part.reshape(1, -1).astype(jnp.float32))
+            with codec_scope(codec, part.size):
+                sent = gather_slices(sent, axis_name)
+            parts = codec.decode(sent, part.size).astype(shard.dtype)
+        parts = parts.reshape(count, *part.shape)
+        return gather_slices(parts, local, dimension=1).reshape(count, -1)[:, : row.size]
 
 
 def scatter_mean_of(
@@ -427,7 +450,8 @@ def scatter_mean_of(
     (count, size), local = rows.shape, local_axis_name or ()
     shards = _as_shards(rows, _layout_of_row(size, count, local_axis_name))
     mine = local_slice(shards, local, dimension=1)
-    mean, lost = chunk_mean(mine.reshape(count, -1))
-    lost = gather_slices(lost.reshape(mine.shape), local, dimension=1)
-    mean = gather_slices(mean.reshape(mine.shape[1:]), local)
+    with padding_scope(shards.size, rows.size):
+        mean, lost = chunk_mean(mine.reshape(count, -1))
+        lost = gather_slices(lost.reshape(mine.shape), local, dimension=1)
+        mean = gather_slices(mean.reshape(mine.shape[1:]), local)
     return mean.reshape(-1)[:size], lost.reshape(count, -1)[:, :size]

@@ -109,8 +109,6 @@ def apply_policy(policy: Policy, loss: FullLoss) -> FullLoss:
             **policy.cast(extra),
         )
         value, metrics = jax.tree.map(_widen, (value, metrics))
-        if jax.tree.structure(after) == jax.tree.structure(model_state):
-            after = jax.tree.map(_cast_like, after, model_state)
         return value, (metrics, after)
 
     return full
@@ -130,10 +128,6 @@ def _is_real(x: Any) -> bool:
 
 def _widen(x: Any) -> Any:
     return cast(jnp.asarray(x), at_least_float32(jnp.result_type(x))) if _is_real(x) else x
-
-
-def _cast_like(x: Any, old: Any) -> Any:
-    return cast(jnp.asarray(x), jnp.result_type(old)) if _is_real(x) else x
 
 
 # The scale in the state of an optimizer.

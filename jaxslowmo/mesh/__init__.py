@@ -48,6 +48,7 @@ from ._meshes import (
     is_shared_leaf,
     make_mesh,
     map_replicas,
+    mesh_text,
     model_axes,
     placement,
     replica_count,

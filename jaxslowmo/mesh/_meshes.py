@@ -256,6 +256,12 @@ def has_device_per_position(mesh: AnyMesh | AbstractMesh) -> TypeGuard[Mesh | Ab
     return not isinstance(mesh, VirtualMesh)
 
 
+def mesh_text(mesh: AnyMesh) -> str:
+    """Return the axes of a mesh and their sizes in words."""
+    axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return axes if has_device_per_position(mesh) else f"virtual {axes}"
+
+
 def with_device_per_position(mesh: AnyMesh) -> Mesh | AbstractMesh:
     """Return a mesh with a device for each position, perhaps only to trace and lower for."""
     if not isinstance(mesh, VirtualMesh):

@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from .._support.types import PyTree
+from ..mesh import mesh_text
 from ..tracing import LossProgram
 from ..tree import Staged, at_least_float32, leaf_names
 from ._plan import Plan
@@ -45,6 +46,12 @@ class Pipelined(LossProgram):
         self._run = jax.custom_vjp(self._primal)
         # `symbolic_zeros` tells whether a gradient of the batch is requested, which is an error.
         self._run.defvjp(self._vjp_forward, self._vjp_backward, symbolic_zeros=True)
+
+    def __repr__(self) -> str:
+        """Return a line: the axes of the mesh, the schedule and the executor's class."""
+        schedule, count = self.schedule, len(self.model.layers)
+        what = f"{count} layers by {schedule.name}, {schedule.num_microbatches} microbatches"
+        return f"<js.pipelined over {mesh_text(self.mesh)}: {what}; {type(self).__name__}>"
 
     def params_form(self, params: PyTree) -> PyTree:
         """Return parameters in the form that the loss function takes.

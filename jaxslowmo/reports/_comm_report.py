@@ -41,7 +41,7 @@ LEVELS = ("emitted", "compiled")
 
 @dataclass(frozen=True)
 class CommRow:
-    """A row of a `CommReport`: one sort of collective in one kind of step.
+    """A row of a `CommReport`: one sort of collective, and content, in one kind of step.
 
     Attributes:
       kind: kind of step; kinds overlap, see `comm_report`.
@@ -61,6 +61,10 @@ class CommRow:
         which every device sends (the mean over devices where some do not); 0 for a recv.
       group_size: devices that take part together; 0 if unknown. For a permute the size of the axis.
       dtypes: element types on the wire, by their jax names.
+      content: what is sent: "gradients", "parameters", "statistics" (model state), "moments",
+        "metrics", "norm", "flags"; "padding", with which a collective is filled up, a row of its
+        own with a `count` of 0; "" if the program does not say so. That of compiled rows is "",
+        since compilers combine collectives of several contents.
       conditional: whether the collective is in a branch of a conditional.
       in_loop: whether the collective is in a loop.
       trip_count: how often the loops around it run it (already in `count`); 1 outside loops; None
@@ -79,6 +83,7 @@ class CommRow:
     conditional: bool = False
     in_loop: bool = False
     trip_count: int | None = 1
+    content: str = ""
 
 
 class RowFilter(TypedDict, total=False):
@@ -87,6 +92,7 @@ class RowFilter(TypedDict, total=False):
     axis: str | Sequence[str] | None
     collective: str | None
     kind: str | None
+    content: str | None
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,7 @@ class CommReport:
         collective: str | None = None,
         kind: str | None = None,
         level: str | None = None,
+        content: str | None = None,
     ) -> tuple[CommRow, ...]:
         """Return the rows that match every condition.
 
@@ -129,6 +136,7 @@ class CommReport:
           kind: one of `kinds`, the events of a combined one in any order; None takes all, which
             overlap.
           level: "emitted" or "compiled"; None takes both.
+          content: a content, such as "statistics", or ""; None takes all.
 
         Returns:
           The rows, in the order of `rows`.
@@ -152,6 +160,7 @@ class CommReport:
             and collective in (None, row.collective)
             and kind in (None, row.kind)
             and level in (None, row.level)
+            and content in (None, row.content)
         )
 
     def count(self, *, level: str = "emitted", **which: Unpack[RowFilter]) -> int:
@@ -159,8 +168,8 @@ class CommReport:
 
         Args:
           level: "emitted" or "compiled".
-          **which: `axis` and `collective` as in `select`, and `kind`, which may be left out only if
-            the report has a single one.
+          **which: `axis`, `collective` and `content` as in `select`, and `kind`, which may be left
+            out only if the report has a single one.
 
         Returns:
           The sum of `count` over the matching rows.
@@ -175,11 +184,14 @@ class CommReport:
         return sum(row.count for row in self._select_kind(level, which))
 
     def bytes(self, *, level: str = "emitted", **which: Unpack[RowFilter]) -> int:
-        """Return the payload bytes of one device in a step; the arguments are those of `count`."""
+        """Return the bytes that go into the collectives of one device in a step, as `count`."""
         return sum(row.bytes for row in self._select_kind(level, which))
 
     def wire_bytes(self, *, level: str = "emitted", **which: Unpack[RowFilter]) -> int:
-        """Return the bytes that one device sends in a step; the arguments are those of `count`."""
+        """Return the bytes that one device sends in a step, over its wires; see `CommRow`.
+
+        The arguments are those of `count`. With one device per replica it is what a replica sends.
+        """
         return sum(row.wire_bytes for row in self._select_kind(level, which))
 
     def to_json(self) -> str:
@@ -210,22 +222,37 @@ def _quote_names(names: Sequence[str]) -> str:
 
 # The table.
 
+_AMOUNTS = ("count", "bytes", "wire_bytes")
+
 
 def _table(kinds: Sequence[str], levels: Sequence[str], rows: Sequence[CommRow]) -> str:
-    """Return a table with a line for each kind, axis and collective, both levels side by side."""
-    lines = [["kind", "axis", "collective", "emitted", "bytes", "compiled", "bytes", "notes"]]
+    """Return a table with a line for each kind, axis, collective and content.
+
+    Both levels are side by side: how many collectives, what goes into them, what is sent. What is
+    compiled has no content, and is in the first line of those with its axis and collective.
+    """
+    amounts = [name for level in LEVELS for name in (level, "bytes", "sent")]
+    lines = [["kind", "axis", "collective", "content", *amounts, "notes"]]
     for kind in kinds:
         of_kind = [row for row in rows if row.kind == kind]
         pairs = dict.fromkeys((row.axis, row.collective) for row in of_kind)
         for pair in pairs or [("-", "(no communication)")]:
             same = [row for row in of_kind if (row.axis, row.collective) == pair]
-            cells: list[str] = []
-            for level in LEVELS:
-                chosen = [row for row in same if row.level == level]
-                amounts = sum(row.count for row in chosen), sum(row.bytes for row in chosen)
-                cells += [f"{amount:,}" if level in levels else "-" for amount in amounts]
-            lines.append([kind, *pair, *cells, _notes(same)])
-    return "\n".join(align_columns(lines, left=(0, 1, 2, 7)))
+            by_level = {level: [row for row in same if row.level == level] for level in LEVELS}
+            contents = dict.fromkeys(row.content for row in by_level["emitted"])
+            for i, content in enumerate(contents or [""]):
+                emitted = [row for row in by_level["emitted"] if row.content == content]
+                cells = _cells(emitted, "emitted" in levels)
+                cells += ["", "", ""] if i else _cells(by_level["compiled"], "compiled" in levels)
+                notes = _notes(same if not i else emitted)
+                lines.append([kind, *pair, content, *cells, notes])
+    return "\n".join(align_columns(lines, left=(0, 1, 2, 3, 10)))
+
+
+def _cells(rows: list[CommRow], is_known: bool) -> list[str]:
+    """Return the amounts of rows of one level; dashes for a level that the report does not have."""
+    amounts = (sum(getattr(row, name) for row in rows) for name in _AMOUNTS)
+    return [f"{amount:,}" if is_known else "-" for amount in amounts]
 
 
 def _notes(rows: list[CommRow]) -> str:
@@ -484,9 +511,6 @@ def _belongs(phase: str | None, kind: str) -> bool:
     return phase in kind.split("+")
 
 
-_AMOUNTS = ("count", "bytes", "wire_bytes")
-
-
 def _rows_of_kind(
     kind: str, program: ProgramCollectives, level: str, meshes: tuple[MeshAxes, ...], whole: bool
 ) -> list[CommRow]:
@@ -516,12 +540,25 @@ def _rows_of_kind(
                 trips = math.prod(known) if len(known) == len(loops) else None
                 row = CommRow(kind, axis, node.name, level, 0, 0, 0, group_size, ())
                 row = replace(row, conditional=conditional, in_loop=bool(loops), trip_count=trips)
-                dtypes[row].update(node.dtypes)
-                num_devices = 0 if axis == UNKNOWN_AXIS else len(meshes[0].ids)
-                sent = wire_bytes(node, group_size, num_devices)
+                # Meshes of fewer devices lay out what is the same on all, as on a virtual mesh.
+                most = max((len(mesh.ids) for mesh in meshes), default=0)
+                num_devices = 0 if axis == UNKNOWN_AXIS else most
+                whole_sent = wire_bytes(node, group_size, num_devices)
+                parts = [("", (1, node.nbytes, whole_sent))]
+                if level == "emitted":
+                    used = node._replace(nbytes=round(node.nbytes * node.scopes.used))
+                    sent = wire_bytes(used, group_size, num_devices)
+                    content = node.scopes.content or ("parameters" if node.phase else "")
+                    parts = [(content, (1, used.nbytes, sent))]
+                    if used.nbytes < node.nbytes:
+                        padding = (0, node.nbytes - used.nbytes, whole_sent - sent)
+                        parts.append(("padding", padding))
                 times = 1 if trips is None else trips
-                for name, amount in zip(_AMOUNTS, (1, node.nbytes, sent), strict=True):
-                    total[row, name] += times * amount
+                for content, values in parts:
+                    part = replace(row, content=content)
+                    dtypes[part].update(node.dtypes)
+                    for name, amount in zip(_AMOUNTS, values, strict=True):
+                        total[part, name] += times * amount
         return total
 
     total = amounts(program.block, False, ())

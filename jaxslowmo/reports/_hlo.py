@@ -8,13 +8,14 @@ import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from .._support.scopes import PHASE
+from .._support.scopes import CONTENT, PADDING, PHASE
 
 # The text: computations, instructions, types, trip counts of loops.
 
@@ -30,6 +31,8 @@ _KINDS = {"bf": "bfloat", "c": "complex", "f": "float", "s": "int", "u": "uint"}
 _KNOWN_TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # Transformations wrap scope names, as in "transpose(jvp(phase:slow))", hence the brackets.
 _PHASE = re.compile(rf"{PHASE}([^/()]+)")
+_CONTENT = re.compile(rf"(?:^|[/(])({'|'.join(CONTENT)})(?=[/)]|$)")
+_PADDING = re.compile(rf"{PADDING}(\d+)of(\d+)")
 
 
 def parse_phase(scope: str) -> str | None:
@@ -40,6 +43,30 @@ def parse_phase(scope: str) -> str | None:
     """
     phases = _PHASE.findall(scope)
     return phases[-1] if phases else None
+
+
+class Scopes(NamedTuple):
+    """What the names of the scopes around an operation say of it.
+
+    Attributes:
+      phase: innermost `jax.named_scope("phase:NAME")`; None without one.
+      content: what a collective there sends, a value of `scopes.CONTENT`; "" if none says it.
+      used: share of its bytes that are no padding.
+    """
+
+    phase: str | None = None
+    content: str = ""
+    used: Fraction = Fraction(1)
+
+    @classmethod
+    def parse(cls, path: str, caller: "Scopes") -> "Scopes":
+        """Return what a scope path says, and what that of the caller says where it says nothing."""
+        names, paddings = _CONTENT.findall(path), _PADDING.findall(path)
+        phase, content = parse_phase(path) or caller.phase, caller.content
+        if names:
+            content = CONTENT[names[-1]]
+        used = math.prod((1 - Fraction(int(a), int(b)) for a, b in paddings), start=Fraction(1))
+        return cls(phase, content, used if paddings else caller.used)
 
 
 def parse_scope(text: str) -> str:
@@ -376,9 +403,14 @@ class Collective(NamedTuple):
     groups: Groups
     nbytes: int  # payload of one device, see `CommRow.bytes`
     dtypes: tuple[str, ...]
-    phase: str | None = None  # innermost `jax.named_scope("phase:NAME")` around it
+    scopes: Scopes = Scopes()
     pairs: bool = False  # `groups` holds (source, target) pairs
     pattern: str = ""  # what a send is a part of, if that is known
+
+    @property
+    def phase(self) -> str | None:
+        """The innermost `jax.named_scope("phase:NAME")` around it."""
+        return self.scopes.phase
 
 
 class Branches(NamedTuple):
@@ -468,43 +500,47 @@ def read_collectives(
     num_slices = max(1, num_devices // module.num_devices)
     slices = _Slices(module.num_devices, num_slices, slice_major or num_slices == 1)
     pattern = _INTERESTING if compiled else re.compile(f"{_INTERESTING.pattern}|{PHASE}")
-    scopes: dict[tuple[str | None, bool], None] = {}  # in order, without duplicates
+    phases: dict[tuple[str | None, bool], None] = {}  # in order, without duplicates
 
     @cache
-    def read_computation(name: str, phase: str | None, conditional: bool) -> Block:
-        """Return what a computation holds; a called one has the phase of its caller."""
+    def read_computation(name: str, caller: Scopes, conditional: bool) -> Block:
+        """Return what a computation holds; a called one has the scopes of its caller."""
         within = module.computations[name]
-        blocks = (read_instruction(op, within, phase, conditional) for op in within.select(pattern))
+        select = within.select(pattern)
+        blocks = (read_instruction(op, within, caller, conditional) for op in select)
         return tuple(node for nodes in blocks for node in nodes)
 
     def read_instruction(
-        op: Instruction, within: Computation, phase: str | None, conditional: bool
+        op: Instruction, within: Computation, caller: Scopes, conditional: bool
     ) -> Block:
         if op.opcode.endswith(("-update", "-done")):
             return ()
-        own_phase = parse_phase(parse_scope(op.attributes))
+        path = parse_scope(op.attributes)
+        own_phase, own = parse_phase(path), Scopes.parse(path, caller)
         # The parameter of a branch has the scope of the value outside that it stands for.
         if own_phase is not None and not compiled and op.opcode != "parameter":
-            scopes[own_phase, conditional] = None
-        phase = own_phase or phase
+            phases[own_phase, conditional] = None
         opcode = op.opcode.removesuffix("-start")
         if opcode in COLLECTIVES:
             read = _transfer if opcode in ("send", "recv") else _collective
             collective = read(op, opcode, within, slices)
             if collective is None:
                 return ()
-            scopes[phase, conditional] = None
-            return (collective._replace(phase=phase),)
+            phases[own.phase, conditional] = None
+            return (collective._replace(scopes=own),)
         if opcode == "conditional":
             inserted = {x: module.computations[x].only_phase() for x in op.callees if compiled}
-            blocks = tuple(read_computation(x, inserted.get(x) or phase, True) for x in op.callees)
+            blocks = tuple(
+                read_computation(x, own._replace(phase=inserted.get(x) or own.phase), True)
+                for x in op.callees
+            )
             return (Branches(blocks),) if any(blocks) else ()
-        block = tuple(x for name in op.callees for x in read_computation(name, phase, conditional))
+        block = tuple(x for name in op.callees for x in read_computation(name, own, conditional))
         if opcode == "while":
             return (Loop(block, trip_count(op, within, module)),) if block else ()
         return block
 
-    return ProgramCollectives(read_computation(module.entry, None, False), tuple(scopes))
+    return ProgramCollectives(read_computation(module.entry, Scopes(), False), tuple(phases))
 
 
 class _Slices(NamedTuple):

@@ -10,6 +10,7 @@ from ._losses import (
     check_loss,
     ready_order,
     unused_parameters,
+    warn_of_weight,
 )
 from ._programs import (
     CALLS,

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from .._support.checks import warn_user
 from .._support.types import PyTree
-from ..tree import at_least_float32, leaf_names, not_floating
-from ._programs import called_program, interpret, read_loop
+from ..tree import at_least_float32, cast, leaf_names, not_floating, type_text
+from ._programs import called_program, interpret, read_loop, varying_axes
 
 NOT_COMPUTED = -1  # place of a value that the program does not compute
 
@@ -149,37 +150,46 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
     """Return a loss as `(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))`.
 
     The loss is a scalar, a pair of scalars `(sum, weight)` or a `Quotient`; see `as_quotient`. The
-    keyword `embedded=`, what was looked up in tables for the batch, is passed on.
+    keyword `embedded=`, what was looked up in tables for the batch, is passed on. Model state is
+    returned in the containers and the floating dtypes in which it was given.
 
     Raises:
       ValueError: `loss_fn` is not callable; at trace time, there is model state and the function
-        takes none, or it returns results of another shape, or a loss that is not floating.
+        does not take it, or does not return one of the same leaves; it returns results of another
+        shape, or a loss that is not floating.
+      UserWarning: at trace time, of a pair whose second part depends on the parameters.
     """
     if not callable(loss_fn):
         raise ValueError(f"`loss_fn` must be callable, got {type(loss_fn).__name__}.")
     parameters = inspect.signature(loss_fn).parameters
     any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     takes = {n for n in ("rng", "model_state", "embedded") if any_keyword or n in parameters}
+    has_checked_weight = False  # which traces the function once more
 
     def full(params: PyTree, batch: PyTree, **given: PyTree):
+        nonlocal has_checked_weight
         model_state = given["model_state"]
         for name, why in _NEEDED.items():
             if name not in takes and jax.tree.leaves(given.get(name)):
                 raise ValueError(f"`loss_fn` must take `{name}` as a keyword, since {why}.")
         keywords = {name: x for name, x in given.items() if name in takes and x is not None}
+        has_state = bool(jax.tree.leaves(model_state))
         try:
             out = loss_fn(params, batch, **keywords)
-        except (TypeError, ValueError) as error:
-            # Types of traced arrays name the mesh there, and those of constants do not.
-            if jax.sharding.get_abstract_mesh().manual_axes and jax.tree.leaves(model_state):
+        except Exception as error:
+            is_mapped = jax.sharding.get_abstract_mesh().manual_axes
+            if has_state and is_mapped and isinstance(error, TypeError | ValueError):
+                # Types of traced arrays name the mesh there, and those of constants do not.
                 error.add_note(_TYPES_NAME_THE_MESH)
+            elif not has_state and "model_state" in parameters:
+                error.add_note(f"`loss_fn` takes `model_state`, which is empty: {_GIVE_STATE}.")
             raise
         loss, aux = out, {}
         has_two = isinstance(out, tuple) and len(out) == 2
         if has_two and not isinstance(out[1], jax.Array | np.ndarray | np.generic | float | int):
             loss, aux = out
         is_pair = isinstance(aux, tuple) and len(aux) == 2
-        metrics, model_state = aux if is_pair else (aux, model_state)
+        metrics, after = aux if is_pair else (aux, None)
         terms = loss if isinstance(loss, tuple) else (loss, 1.0)
         are_scalars = len(terms) == 2 and all(x is not None and jnp.shape(x) == () for x in terms)
         if not are_scalars or not isinstance(metrics, dict):
@@ -188,13 +198,77 @@ def as_full_loss(loss_fn: Callable[..., Any]) -> FullLoss:
                 "with a scalar or a pair of scalars (sum, weight) as loss and a dict as metrics, "
                 f"got {jax.tree.map(jnp.shape, out)}."
             )
+        if has_state and not is_pair:
+            raise ValueError(
+                "`loss_fn` must return (loss, (metrics, model_state)), since the train state has a "
+                f"model state, got {'(loss, metrics)' if aux else 'a loss'}."
+            )
         check_loss("loss_fn", terms[0])
         _check_metrics(metrics)
+        if isinstance(loss, tuple) and not isinstance(loss, Quotient) and not has_checked_weight:
+            has_checked_weight = True
+
+            def weight(params: PyTree) -> Any:
+                out = loss_fn(params, batch, **keywords)
+                return (out[0] if isinstance(out[0], tuple) else out)[1]
+
+            warn_of_weight("loss_fn", weight, params)
         # A Python float is a float32 loss, also where jax counts in float64.
         loss = jax.tree.map(lambda x: jnp.float32(x) if type(x) is float else x, loss)
-        return loss, (metrics, model_state)
+        return loss, (metrics, _like_given(after, model_state))
 
     return full
+
+
+_GIVE_STATE = "pass `step.init(params, model_state=...)`"
+
+
+def _like_given(after: PyTree, before: PyTree) -> PyTree:
+    """Return a new model state in the containers and floating dtypes of the one before.
+
+    Raises:
+      ValueError: it has other leaves, or a leaf of another shape or kind.
+    """
+    names, new_names = leaf_names(before), leaf_names(after)
+    if names != new_names:
+        others = sorted({*names} ^ {*new_names})[:6] or new_names
+        if not names:
+            raise ValueError(
+                f"`loss_fn` returned model state, {others}, and was given none: {_GIVE_STATE}."
+            )
+        raise ValueError(
+            "`loss_fn` must return a model state with the leaves that it was given, as (loss, "
+            f"(metrics, model_state)): only one of the two has {others}."
+        )
+    leaves: list[Any] = []
+    for name, x, old in zip(names, jax.tree.leaves(after), jax.tree.leaves(before), strict=True):
+        new = x if isinstance(x, jax.Array) else jnp.asarray(x)
+        if all(jnp.issubdtype(each.dtype, jnp.floating) for each in (new, old)):
+            new = cast(new, old.dtype)
+        if type_text(new) != type_text(old):
+            raise ValueError(
+                "`loss_fn` must return a model state of the types that it was given: "
+                f"{name!r} is {type_text(old)}, got {type_text(new)}."
+            )
+        leaves.append(new)
+    return jax.tree.structure(before).unflatten(leaves)
+
+
+def warn_of_weight(argument: str, weight: Callable[[PyTree], Any], params: PyTree) -> None:
+    """Warn if a weight depends on what it must not depend on, as a metric does.
+
+    Args:
+      argument: the public argument that has returned a pair `(sum, weight)`.
+      weight: function that returns the weight.
+      params: the parameters, or other values that depend on them.
+    """
+    program = jax.make_jaxpr(weight)(params)
+    (depends,) = varying_axes(program, [frozenset({"params"})] * len(program.in_avals))
+    if depends:
+        warn_user(
+            f"`{argument}` returned two scalars, which are a sum and its weight, and the second "
+            "one depends on the parameters. Return a metric in a dict: (loss, {...})."
+        )
 
 
 def _check_metrics(metrics: dict[str, Any]) -> None:

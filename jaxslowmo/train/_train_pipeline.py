@@ -236,6 +236,11 @@ class TrainPipeline(Iterator[Any], contextlib.AbstractContextManager[Any]):
         self._start: float | None = None
         self._end = self._inside = 0.0
 
+    def __repr__(self) -> str:
+        """Return a line: the step, and how many batches are prepared ahead."""
+        step = getattr(self._step, "__wrapped__", self._step)
+        return f"<js.TrainPipeline of {step!r}; depth={self._depth}>"
+
     def __next__(self) -> Any:
         """Return the next result; raise `StopIteration` after the last one."""
         return self.progress()

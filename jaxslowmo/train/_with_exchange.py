@@ -16,7 +16,7 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from .._support.checks import check_choice, checks_flags
+from .._support.checks import check_choice, checks_flags, warn_user
 from .._support.types import AxisName, Phase, PyTree, axis_names
 from ..mesh import (
     AnyMesh,
@@ -25,6 +25,7 @@ from ..mesh import (
     consensus,
     inner_specs,
     map_replicas,
+    mesh_text,
     model_axes,
     replica_count,
     replicate,
@@ -110,6 +111,37 @@ class LibraryUpdate:
             )
         for access in (self.params, self.opt_state, self.statistics):
             access.check(state)
+        jax.eval_shape(self._check_parts, state)
+
+    def _check_parts(self, state: PyTree) -> PyTree:
+        """Raise `ValueError` for parameters among the statistics; warn of arrays in no part.
+
+        In a traced state each leaf is an object of its own.
+        """
+        params, *others = (
+            {id(x) for x in jax.tree.leaves(access.get(state))}
+            for access in (self.params, self.opt_state, self.statistics)
+        )
+        names = dict(zip(map(id, jax.tree.leaves(state)), leaf_names(state), strict=True))
+        if both := sorted(names.get(x, "?") for x in params & others[-1])[:6]:
+            raise ValueError(
+                f"with_exchange: `statistics` must not be parameters, which `get_params` returns, "
+                f"got {both}."
+            )
+        left = [
+            names[id(x)]
+            for x in jax.tree.leaves(state)
+            if id(x) not in params.union(*others)
+            and jnp.ndim(x)
+            and jnp.issubdtype(x.dtype, jnp.floating)
+        ]
+        # Without `get_opt_state` they may be the optimizer's.
+        if left and self.opt_state is not NO_ACCESS:
+            warn_user(
+                f"with_exchange: {', '.join(left[:6])} of the state are never averaged. Batch "
+                "statistics belong into `statistics`; of other arrays nothing is wrong."
+            )
+        return state
 
     def roles(self, args: tuple[PyTree, ...]) -> tuple[PyTree, ...]:
         """Return the role of each leaf of the arguments: "batch" where it is split."""
@@ -293,6 +325,13 @@ class ExchangingStep:
         self._program_checks = program_checks(
             mesh, axis_name, update.map_with, update.gradients, self.sync
         )
+
+    def __repr__(self) -> str:
+        """Return a line: the axes of the mesh, what is exchanged, and the mode."""
+        gradients = self._update.gradients
+        what = f"sync={self.sync!r}"
+        what = what if gradients is None else f"gradients={gradients!r}, {what}"
+        return f"<js.with_exchange over {mesh_text(self.mesh)}: {what}; mode={self.mode!r}>"
 
     def init(self, state: PyTree) -> ReplicaState:
         """Make the states of all replicas from that of one.

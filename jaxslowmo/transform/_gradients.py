@@ -248,6 +248,10 @@ class GradientTransform(TypedTransform):
         self.spec, self.settings = spec, settings
         return self
 
+    def __repr__(self) -> str:
+        """Return the factory and the arguments that it was given."""
+        return f"<{self.settings or 'a gradient transform of its own'}>"
+
     def _replace(self, **changed: Any) -> optax.GradientTransformationExtraArgs:
         pair = {**self._asdict(), **changed}
         if "update" in changed or len(pair) > 2:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jax.tree_util import GetAttrKey, keystr
 
 from .._support.checks import ArgumentError, check_names
+from .._support.scopes import MOMENTS
 from .._support.types import PyTree
 from ._algorithm import Carry, Event, InnerPeriods, InnerState, UpdateContext, rounded_params
 from ._due import as_schedule
@@ -63,7 +64,8 @@ def update_moments(
     if specs is not None:
         specs = [_specs(x, params, context.part(specs)) if is_moment(x) else P() for x in trees]
     # A codec is for parameters: the smallest second moments would become 0 in float16.
-    means = replace(replicas, codec=None, param_specs=specs).mean(trees, context.weight)
+    with jax.named_scope(MOMENTS):
+        means = replace(replicas, codec=None, param_specs=specs).mean(trees, context.weight)
     for i, mean in zip(floating, means, strict=True):
         parts[i] = mean
     return carry._replace(moments=treedef.unflatten(parts))

@@ -127,12 +127,9 @@ class ParameterTransform(TypedTransform):
         return self
 
     def __repr__(self) -> str:
-        """Return the factory, its arguments, and how the state is stored."""
-        settings, text = self.settings, f"{self.algorithm.owner} of its own"
-        if settings is not None:
-            given = {name: x for name, x in settings.arguments.items() if x is not None}
-            arguments = ", ".join(f"{name}={x!r}" for name, x in given.items())
-            text = f"js.{settings.factory}({arguments})"
+        """Return the factory, the arguments that it was given, and how the state is stored."""
+        settings = self.settings
+        text = f"{self.algorithm.owner} of its own" if settings is None else str(settings)
         return f"<{text}; shared state: sharded>" if self.algorithm.is_sharded else f"<{text}>"
 
     def phase(self, t: int) -> Phase:

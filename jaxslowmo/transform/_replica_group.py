@@ -23,6 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from .._support.checks import ArgumentError, checked_int
+from .._support.scopes import AGREE
 from .._support.types import AxisName, PyTree, axis_names
 from ..collectives import (
     LARGE_BYTES,
@@ -361,9 +362,10 @@ class ReplicaGroup:
 
         Communication: one all-reduce of 4 bytes.
         """
-        return self._reduce_number(
-            lambda group, x: lax.psum((~x).astype(jnp.int32), group.axes) == 0, flag
-        )
+        with jax.named_scope(AGREE):
+            return self._reduce_number(
+                lambda group, x: lax.psum((~x).astype(jnp.int32), group.axes) == 0, flag
+            )
 
     def same(self, x: jax.Array) -> jax.Array:
         """Return a number that is equal on all replicas as a value of all of them together.

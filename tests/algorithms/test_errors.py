@@ -60,6 +60,16 @@ def stepped(sync, optimizer, *said, error=ValueError):
 
 
 ARGUMENTS = {
+    **{
+        f"an argument of {name}": Refusal(
+            functools.partial(make, **{wrong: 1}), f"no argument `{wrong}`", f"`{right}`", TypeError
+        )
+        for name, make, wrong, right in (
+            ("diloco", DILOCO, "learning_rate", "outer_optimizer"),
+            ("slowmo", SLOW, "outer_optimizer", "slow_learning_rate"),
+            ("local_sgd", LOCAL_SGD, "every", "sync_every"),
+        )
+    },
     "period 0": of(LOCAL_SGD, sync_every=0),
     "period of slow steps": of(SLOW, sync_every=2.5),
     "period of outer steps": of(DILOCO, sync_every=0),

@@ -1,6 +1,7 @@
 """`jaxslowmo train` from its options to its files: metrics, bytes, statistics, and how it ends."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import jaxslowmo as js
 from cli.commands import QUICK, TINY, curves, json_of, records, trajectory, words
 from jaxslowmo.checkpoint import load_consensus
 from jaxslowmo.cli import _run
+from jaxslowmo.cli._record import format_bytes
 from support.waiting import PATIENCE_SECONDS, wait_until
 
 
@@ -246,9 +248,21 @@ def test_a_dry_run_says_what_a_run_then_sends(call, text, tmp_path, algorithm, p
     assert ["devices", "2 replicas on 2 of 8 CPU devices"] in told.rows
     done = call(TINY, QUICK, options, "--data", text, "--out", tmp_path / "out")
     assert (done.code, done.err) == (0, "")
-    kinds = json_of(tmp_path / "out" / "summary.json")["bytes_per_step_by_kind"]
-    lines = [line for line in told.out.splitlines() if " replica " in line]
-    assert all(any(line.startswith(kind) for line in lines) for kind, n in kinds.items() if n)
+    summary = json_of(tmp_path / "out" / "summary.json")
+    kinds = summary["bytes_per_step_by_kind"]
+    lines = told.out.splitlines()
+    sent = lines[lines.index("Each replica sends in a step, as progress lines count it:") + 1 :]
+    assert sent == [f"  {kind}: {format_bytes(n)}" for kind, n in kinds.items()]
+    # The table's column "sent" is the third number of a line; a replica is one device here.
+    for kind, n in kinds.items():
+        rows = [
+            re.findall(r" [\d,]+(?= |$)", x)
+            for x in lines
+            if re.match(re.escape(kind) + " +replica ", x)
+        ]
+        assert sum(int(row[2].replace(",", "")) for row in rows) == n
+    assert f"4/4  loss {summary['loss']:.3f}" in done.out
+    assert f"sent {format_bytes(summary['bytes_sent'])}\n" in done.out
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import jaxslowmo as js
 from support.bytes_of_steps import PADDED_TO, bytes_sent
 from support.described import compiled_rows, lowered_step
+from support.reports import merged
 
 # An MLP of uneven layers with biases, 1.13 M float32 parameters.
 WIDTHS = (512, 768, 640, 384)
@@ -174,7 +175,7 @@ def check_what_is_left_out(place: Place) -> None:
     """Other rounds send what the first one sends, and slowmo's base what it sends alone."""
 
     def amounts(algorithm: str, kind: str) -> frozenset[Any]:
-        rows = emitted(algorithm, place).select(kind=kind)
+        rows = merged(emitted(algorithm, place).select(kind=kind))
         return frozenset((row.axis, row.collective, row.count, row.bytes) for row in rows)
 
     for algorithm in ("sgp overlap=0", "sgp overlap=1", "slowmo(sgp overlap=1)"):

@@ -115,6 +115,20 @@ OF_STEPS = {
              ("`optimizer`", "0/trace/b")),
         )
     },
+    **{
+        f"nothing that exchanges, {name}": Refusal(
+            functools.partial(made, tx, **more), "pass gradients=", 'or such, or sync="none"'
+        )
+        for name, tx, more in (
+            ("plain", sgd, {}),
+            ("in an optax chain", optax.chain(optax.clip(1.0), adam), {"mesh": FOUR}),
+            ("in a js.chain", js.chain(clip, sgd_with_momentum), {"mode": "host"}),
+            ("inside alone", js.chain(js.all_reduce_gradients("device"), adam), {"mesh": INNER}),
+        )
+    },
+    "a mask, of which the state knows": Refusal(
+        lambda: started(optax.masked(sgd, ALL)), "pass gradients=", 'or such, or sync="none"'
+    ),
     "sync as gradients": Refusal(lambda: made(gradients=local), "`gradients`", "`sync`"),
     "a loss": Refusal(lambda: made(fn=3), "`loss_fn`", "int"),
     "none, and broadcast": Refusal(lambda: made(**none, model_state="broadcast"), "`model_state`"),

@@ -383,6 +383,22 @@ def test_functions_that_do_not_set_what_they_get_are_refused():
                 step.init(one)
 
 
+def test_statistics_that_are_parameters_or_forgotten_are_told():
+    """Parameters would be averaged twice, and statistics never."""
+    statistics = (lambda state: state["mean"], lambda state, new: state | {"mean": new})
+    one = start(PARAMS) | {"mean": np.zeros(3, np.float32), "rate": np.float32(1)}
+    settings = {"mesh": MESHES["virtual"](), **PARTS}
+    both = (PARTS["get_params"], PARTS["set_params"])
+    step = js.with_exchange(stepped, SYNCS["diloco"](), statistics=both, **settings)
+    with pytest.raises(ValueError, match="`statistics` must not be parameters"):
+        step.init(one)
+    step = js.with_exchange(stepped, SYNCS["diloco"](), **settings, **MOMENTS)
+    with pytest.warns(UserWarning, match=r"with_exchange: mean of the state are never averaged"):
+        step.init(one)
+    for more in ({"statistics": statistics, **MOMENTS}, {}):  # warnings are errors
+        js.with_exchange(stepped, SYNCS["diloco"](), **settings, **more).init(one)
+
+
 @pytest.mark.parametrize("mesh", ["virtual", "devices"])
 @pytest.mark.parametrize(
     ("returned", "what"),

@@ -213,11 +213,17 @@ def _digest(tree: Any) -> str:
 
 def _rows(program: Any, **options: Any) -> list[str]:
     """The collectives of a program, or of one program for each phase, a line each."""
-    rows = js.comm_report_of(program, **options).rows
+    amounts: dict[tuple[str, ...], list[int]] = {}  # whatever the content, which has rows
+    for r in js.comm_report_of(program, **options).rows:
+        ends = f"{'+'.join(r.dtypes)}{' in a loop' if r.in_loop else ''}"
+        amount = amounts.setdefault(
+            (f"{r.kind}: {r.collective} over {r.axis}", ends, r.level), [0, 0]
+        )
+        amount[0] += r.count
+        amount[1] += r.bytes
     return sorted(
-        f"{r.kind}: {r.collective} over {r.axis}, {r.count} of {r.bytes} bytes in all, "
-        f"{'+'.join(r.dtypes)}{' in a loop' if r.in_loop else ''}"
-        for r in rows
+        f"{begins}, {count} of {size} bytes in all, {ends}"
+        for (begins, ends, _), (count, size) in amounts.items()
     )
 
 

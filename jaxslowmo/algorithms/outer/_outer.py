@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from ..._support.checks import ArgumentError, as_number, checked_int
+from ..._support.scopes import MODEL_STATE
 from ..._support.types import PyTree
 from ...collectives import quotient, scale
 from ...transform import (
@@ -650,7 +651,8 @@ class _SlowStep:
         """
         settings, fragment = self.outer, self.fragment
         if carry.statistics and settings.exact_average:
-            means = self.replicas.plain.mean(carry.statistics, mass)
+            with jax.named_scope(MODEL_STATE):
+                means = self.replicas.plain.mean(carry.statistics, mass)
             carry = carry._replace(statistics=means)
         state, options = carry.shared if settings.exact_average else carry.local, {}
         stepper, anchor = settings.stepper(carry.before, fragment), fragment.select(state["anchor"])

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from ..._support.checks import check_choice, checked_int, checks_flags
-from ._codec import Codec, pack, unpack
+from ._codec import Codec, Kind, pack, unpack
 
 _BLOCKS_TO_ALIGN = 32
 
@@ -60,14 +60,17 @@ class Blocks(Codec):
 
     def decode(self, sent: jax.Array, size: int) -> jax.Array:
         """Return the numbers; NaN in a block whose scale is NaN. See `Codec.decode`."""
-        held = size if self.bits == 8 else -(-size // 2)
-        kind = self.dtype if self.bits == 8 else jnp.uint8
-        codes, scales = unpack(sent, (held, kind), (self.num_blocks(size), self.scale))
+        codes, scales = unpack(sent, *self.kinds(size))
         codes = codes if self.bits == 8 else from_nibbles(codes, size)
         # Some compilers turn a division by a constant into this product. Written as a product, the
         # result is the same with all of them.
         by = self._spread(scales.astype(jnp.float32), size)
         return codes.astype(jnp.float32) * (1 / self.largest) * by
+
+    def kinds(self, size: int) -> list[Kind]:
+        """Return the sizes and dtypes of codes and scales; see `Codec.kinds`."""
+        held = (size, self.dtype) if self.bits == 8 else (-(-size // 2), jnp.uint8)
+        return [held, (self.num_blocks(size), self.scale)]
 
     def codes(self, x: jax.Array, noise: jax.Array | None) -> jax.Array:
         """Return the codes of `x`.

@@ -4,6 +4,7 @@ import functools
 import math
 import operator
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,11 @@ def unpack(packed: jax.Array, *kinds: Kind) -> list[jax.Array]:
         parts.append(_from_bytes(flat[:, start:stop], size, dtype))
         start = stop
     return parts
+
+
+def bytes_of(kinds: Sequence[Kind]) -> int:
+    """Return the bytes of arrays of the given sizes and dtypes."""
+    return sum(size * jnp.dtype(dtype).itemsize for size, dtype in kinds)
 
 
 def _unsigned_dtype(itemsize: int) -> Any:
@@ -115,6 +121,14 @@ class Codec(ABC):
         row = jax.ShapeDtypeStruct((1, size), jnp.float32)
         return jax.eval_shape(self.encode, row).size if size else 0
 
+    def payload_bytes(self, size: int) -> int:
+        """Return the number of bytes of a row of `size` elements without the padding at its end."""
+        return bytes_of(self.kinds(size)) if size else 0
+
+    def kinds(self, size: int) -> list[Kind]:
+        """Return the arrays that a row of `size` elements is sent as; by default, its bytes."""
+        return [(self.num_bytes(size), jnp.uint8)]
+
     def chunk_size(self, size: int, replicas: int) -> int:
         """Return how many of `size` elements each replica sums."""
         return -(-size // replicas)
@@ -148,7 +162,11 @@ class Half(Codec):
 
     def decode(self, sent: jax.Array, size: int) -> jax.Array:
         """See `Codec.decode`."""
-        return unpack(sent, (size, self.dtype))[0].astype(jnp.float32)
+        return unpack(sent, *self.kinds(size))[0].astype(jnp.float32)
+
+    def kinds(self, size: int) -> list[Kind]:
+        """See `Codec.kinds`."""
+        return [(size, self.dtype)]
 
     def narrows(self, dtype: np.dtype) -> bool:
         """Return whether the codec makes numbers of `dtype` smaller; others are sent unchanged."""

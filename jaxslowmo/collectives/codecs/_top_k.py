@@ -60,7 +60,7 @@ class TopK(Codec):
     def decode(self, sent: jax.Array, size: int) -> jax.Array:
         """See `Codec.decode`; values of 64 bits stay so."""
         chunk, chunks, count = self._division(size)
-        parts = unpack(sent, (chunks * count, self._places), *self._kinds(chunks, count))
+        parts = unpack(sent, *self.kinds(size))
         rows = sent.shape[0]
         places, *rest = [part.reshape(rows, chunks, -1) for part in parts]
         values: Any = self._decode_values(rest, count)
@@ -76,6 +76,11 @@ class TopK(Codec):
             return whole.at[flat].set(values, unique_indices=True)
 
         return jax.vmap(scatter)(whole, flat, values.reshape(rows, -1))[:, :size]
+
+    def kinds(self, size: int) -> list[Kind]:
+        """Return the sizes and dtypes of places and parts of values; see `Codec.kinds`."""
+        _, chunks, count = self._division(size)
+        return [(chunks * count, self._places), *self._kinds(chunks, count)]
 
     @property
     def _places(self) -> Any:

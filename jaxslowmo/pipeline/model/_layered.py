@@ -15,7 +15,7 @@ import optax
 from jax import lax
 
 from ..._support.types import PyTree
-from ...tracing import LossProgram, Quotient, check_loss
+from ...tracing import LossProgram, Quotient, check_loss, warn_of_weight
 from ...tree import leaf_names, promoted_dtype
 from ._microbatches import KeyedMicrobatch
 from ._ties import Groups, TiedLeaf, Ties, as_ties, tie_leaves, tied_positions, tied_transform
@@ -121,6 +121,7 @@ class LayeredModel(LossProgram):
         self.tied: Ties = as_ties(tied, len(self.layers))
         self.takes_key: bool = any("key" in names for names in self.takes)
         self.takes_state: bool = any("state" in names for names in self.takes)
+        self._has_checked_weight = False  # which traces the loss once more
 
     def __call__(
         self,
@@ -207,11 +208,20 @@ class LayeredModel(LossProgram):
                 x, new = self._run(run, run_weights, x, state, keyed, loops)
                 after.append(lax.stop_gradient(new))
             if is_last:
-                terms = loss_terms(self.loss(x, examples))
+                terms = self._loss_terms(x, examples)
                 return terms._replace(state=after) if self.takes_state else terms
             return WithState(x, after) if self.takes_state else x
 
         return compute
+
+    def _loss_terms(self, output: PyTree, examples: PyTree) -> "LossTerms":
+        """Return the terms of the loss of a microbatch; warn of a weight that is a metric."""
+        terms = loss_terms(self.loss(output, examples))
+        if terms.weight is not None and not self._has_checked_weight:
+            self._has_checked_weight = True
+            weight = lambda output: loss_terms(self.loss(output, examples)).weight  # noqa: E731
+            warn_of_weight("loss", weight, output)
+        return terms
 
     def _run(
         self,

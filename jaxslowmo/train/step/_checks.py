@@ -239,16 +239,47 @@ def _checked_structure_change(
             '`model_state`="sync_mean" follows `sync`, and `optimizer` holds the parameter '
             f'transform: pass it as `sync`, or use "local". {USE_CHAIN}'
         )
-    averages = averaged & set(axes)
-    exchanges = update.independent or update.sync is not None or moves or averages
-    if num_replicas > 1 and not exchanges and not holds_state(unknown, "gradients"):
-        axis = axes[0] if len(axes) == 1 else axes
-        raise ValueError(
-            f"`sync` is None and nothing averages over {axis!r}, so the {num_replicas} replicas "
-            f"would train independently: pass gradients=js.all_reduce_gradients({axis!r}), "
-            f'sync=js.local_sgd({axis!r}) or such, or sync="none".'
-        )
+    if not (moves or holds_state(unknown, "gradients") or _declares_exchange(update, mesh)):
+        raise ValueError(_independent_error(update, mesh))
     return changes
+
+
+def check_exchanges(update: Update, mesh: AnyMesh) -> None:
+    """Raise `ValueError` for replicas that would train independently, when a step is made.
+
+    An optax chain hides the transforms in it, and its state shows them. That of no parameters does,
+    unless a mask or labels need the parameters: then the first state is checked.
+    """
+    if _declares_exchange(update, mesh):
+        return
+    types = update.loss_program.param_types
+    transforms = [tx for tx in (update.gradients, update.optimizer) if tx is not None]
+    try:
+        states = [jax.eval_shape(tx.init, {} if types is None else types) for tx in transforms]
+    except Exception:  # of any kind, since users write masks and optimizers
+        return
+    unknown = [spec_of(tx).unknown(state) for tx, state in zip(transforms, states, strict=True)]
+    if not (holds_state(states, "parameters") or holds_state(unknown, "gradients")):
+        raise ValueError(_independent_error(update, mesh))
+
+
+def _declares_exchange(update: Update, mesh: AnyMesh) -> bool:
+    """Return whether a step declares what it exchanges between replicas, or needs nothing."""
+    axes = set(axis_names(update.axis_name))
+    averaged = _reduction_axes(update.gradients) | _reduction_axes(update.optimizer)
+    is_alone = all(mesh.shape[name] == 1 for name in axes)
+    return is_alone or update.independent or update.sync is not None or bool(averaged & axes)
+
+
+def _independent_error(update: Update, mesh: AnyMesh) -> str:
+    axes = axis_names(update.axis_name)
+    count = math.prod(mesh.shape[name] for name in axes)
+    axis = axes[0] if len(axes) == 1 else axes
+    return (
+        f"`sync` is None and nothing averages over {axis!r}, so the {count} replicas would train "
+        f"independently: pass gradients=js.all_reduce_gradients({axis!r}), "
+        f'sync=js.local_sgd({axis!r}) or such, or sync="none".'
+    )
 
 
 def _check_facts(

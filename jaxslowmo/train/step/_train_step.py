@@ -19,6 +19,7 @@ from ...mesh import (
     consensus,
     describe,
     device_mesh,
+    mesh_text,
     replica_count,
     replicate,
     replicate_argument,
@@ -29,7 +30,14 @@ from ...tree import check_arrays
 from .._batches import HostBatch
 from .._train_state import StepExchange, TrainState, replica_keys, warn_of_rbg, with_own_keys
 from ._ahead import AheadMode, AheadStep
-from ._checks import check_axes, check_trainable, check_with_tables, checked_gradients, split_chain
+from ._checks import (
+    check_axes,
+    check_exchanges,
+    check_trainable,
+    check_with_tables,
+    checked_gradients,
+    split_chain,
+)
 from ._dispatched import DispatchedGradients
 from ._first_run import compare_settings
 from ._gradients import BatchGradients, GradientWindow, Metrics, ModelStateMode, StepInputs
@@ -57,6 +65,16 @@ class TrainStep:
         self.embeddings = runner.embeddings
         self.sync = runner.update.sync
         self.host_batch: HostBatch = host_batch
+
+    def __repr__(self) -> str:
+        """Return a line: the axes of the mesh, what is exchanged, and the mode."""
+        gradients = self._runner.update.gradients
+        parts = [] if gradients is None else [f"gradients={gradients!r}"]
+        parts += [] if self.sync is None else [f"sync={self.sync!r}"]
+        if not parts:
+            parts = ['sync="none"' if self._runner.update.independent else "exchanges in optimizer"]
+        where = mesh_text(self.mesh)
+        return f"<js.make_train_step over {where}: {', '.join(parts)}; mode={self.mode!r}>"
 
     def init(
         self,
@@ -413,7 +431,7 @@ def make_train_step(
 
     Args:
       loss_fn: `loss_fn(params, batch, *, rng, model_state) -> (loss, (metrics, model_state))` for
-        the examples of one replica; also `(params, batch) -> loss` or `(loss, metrics)`.
+        the examples of one replica; without model state also `loss` or `(loss, metrics)`.
       optimizer: an optax transform, whose state is local to each replica, or a whole `js.chain`.
       sync: the exchange of parameters, such as `js.slowmo("replica")`. None: there is none, since
         gradients are averaged. `"none"`: replicas exchange nothing at all.
@@ -440,8 +458,9 @@ def make_train_step(
       A `TrainStep`: `step(state, batch) -> (state, metrics)`; `step.init(params)` makes the state.
 
     Raises:
-      ValueError: an invalid value, arguments that exclude each other, or a transform in the wrong
-        place; also when `init` or the first step is traced.
+      ValueError: an invalid value, arguments that exclude each other, several replicas of which
+        nothing is exchanged, or a transform in the wrong place; also when `init` or the first step
+        is traced, and for a loss that does not return the model state.
       UserWarning: once, for settings that are legal and hardly meant.
 
     Communication: what `gradients` and `sync` state, once per update; one all-reduce of the model
@@ -534,6 +553,7 @@ def make_train_step(
     )
     if embeddings is not None:
         update = UpdateWithTables.from_dense_update(update, embeddings)
+    check_exchanges(update, mesh)
     runner = Runner(update, embeddings, mesh, mode, host_batch, donate, options)
     return TrainStep(runner, host_batch, settings)
 

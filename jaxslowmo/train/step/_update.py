@@ -15,7 +15,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
-from ..._support.scopes import EVERY_PHASE
+from ..._support.scopes import EVERY_PHASE, MODEL_STATE
 from ..._support.types import AxisName, Phase, PyTree
 from ...gradients import ReadyOrder, mean_gradients
 from ...gradients.precision import (
@@ -404,7 +404,7 @@ class Update:
         params, updates, local = state.params, pending.updates, state.exchange.local
         if self.sync is None:
             params = apply_exactly(params, updates)
-            with phase_scope(EVERY_PHASE):
+            with phase_scope(EVERY_PHASE), jax.named_scope(MODEL_STATE):
                 if averages:
                     means = ReplicaGroup(self.axis_name, stacked=stacked).mean(
                         statistics(model_state), pending.batch_weight

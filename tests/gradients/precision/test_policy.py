@@ -9,6 +9,7 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.gradients.precision import any_over, apply_policy, scaled_value_and_grad
+from jaxslowmo.tracing import as_full_loss
 
 TREE = {
     "decoder": {"norm": jnp.ones(2), "dense": [jnp.ones(2), jnp.ones(2, jnp.bfloat16)]},
@@ -62,7 +63,7 @@ def test_a_loss_computes_in_it_and_returns_float32():
         metrics = {"value": value, "count": batch["n"].sum()}
         return value, (metrics, {"mean": value, "steps": model_state["steps"] + 1})
 
-    cast = apply_policy(js.gradients.Policy("bfloat16", keep="n*"), loss)
+    cast = apply_policy(js.gradients.Policy("bfloat16", keep="n*"), as_full_loss(loss))
     x, steps = jnp.float32([1.001, 2.0]), {"mean": jnp.float32(0.5), "steps": jnp.int32(3)}
     batch = {"x": x, "n": jnp.float32([1, 2])}
 

@@ -1,5 +1,7 @@
 """Model state and metrics: means inside a replica, and exchanges that follow the parameters'."""
 
+from collections import OrderedDict
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,10 +85,13 @@ def test_means_are_weighted(name):
 
 def sent(step, state):
     report = js.comm_report(step, state, jax.ShapeDtypeStruct((4, 3), jnp.float32))
+    rows = report.select(level="emitted")
+    assert {row.content for row in rows} == {"parameters", "statistics"}
     return {
-        (row.kind, row.axis, row.collective): (row.count, row.bytes)
-        for row in report.select(level="emitted")
-        if row.count
+        (kind, axis, collective): tuple(
+            fn(kind=kind, axis=axis, collective=collective) for fn in (report.count, report.bytes)
+        )
+        for kind, axis, collective in {(row.kind, row.axis, row.collective) for row in rows}
     }
 
 
@@ -144,3 +149,66 @@ def test_leaves_without_a_gradient_are_model_state():
     np.testing.assert_allclose(state.params["w"], [wanted] * 4, rtol=1e-4)
     for name, x in others.items():
         np.testing.assert_array_equal(state.model_state[name], [x] * 4)
+
+
+FORMS = {
+    "the loss alone": lambda value, new: value,
+    "metrics alone": lambda value, new: (value, {"a": 1.0}),
+    "statistics as metrics": lambda value, new: (value, {"mean": new["mean"]}),
+    "in the other order": lambda value, new: (value, (new, {"a": 1.0})),
+    "of a pair": lambda value, new: ((value, 2.0), {"a": 1.0}),
+    "nothing": lambda value, new: (value, ({}, None)),
+    "a part": lambda value, new: (value, ({}, {"n": new["n"]})),
+    "more": lambda value, new: (value, ({}, {**new, "more": new["n"]})),
+    "a number of a vector": lambda value, new: (value, ({}, {**new, "mean": new["mean"][0]})),
+    "a float of a counter": lambda value, new: (value, ({}, {**new, "n": 0.5})),
+}
+WAYS = {
+    "virtual": ("virtual", {}, "__call__"),
+    "mesh": ("mesh", {"accumulate": 2, "mode": "host"}, "__call__"),
+    "vmap": ("mesh", {"map_with": "vmap"}, "evaluate"),
+    "window": ("virtual", {"mode": "host"}, "collect"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", FORMS)
+def test_model_state_that_a_loss_does_not_return_is_refused_by_name(form, way):
+    """It would stay as it was, and models of BatchNorm would be evaluated with its first values."""
+    kind, options, method = WAYS[way]
+
+    def fn(params, batch, **given):
+        value, (_, new) = loss(params, batch, model_state=given["model_state"])
+        return FORMS[form](value, new)
+
+    step = step_of(local, kind, fn=fn, **options)
+    with pytest.raises(ValueError, match=r"`loss_fn` must return .*model.state"):
+        getattr(step, method)(started(step), rows(*range(8)))
+
+
+def test_model_state_keeps_containers_and_dtypes():
+    """Of what a loss returns in others; else the next update would be another program."""
+
+    def fn(params, batch, *, model_state):
+        value, (metrics, new) = loss(params, batch, model_state=model_state)
+        return value, (metrics, {**new, "mean": new["mean"].astype(jnp.bfloat16)})
+
+    for kind in KINDS:
+        step = step_of(local, kind, fn=fn)
+        before = started(step, OrderedDict(START))
+        state, _ = step(before, rows(1, 2, 3, 6))
+        assert jax.tree.structure(state.model_state) == jax.tree.structure(before.model_state)
+        assert state.model_state["mean"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_model_state_that_was_forgotten_is_named(kind):
+    """By what the loss returns, or beside the error that it meets."""
+    returns = lambda p, b, **_: (jnp.sum(p["w"]), ({}, {"s": b.mean()}))  # noqa: E731
+    step = step_of(local, kind, fn=returns)
+    with pytest.raises(ValueError, match=r"\['s'\], and was given none: .*model_state="):
+        step(step.init({"w": np.ones(3, np.float32)}), rows(1, 2, 3, 4))
+    step = step_of(local, kind)
+    with pytest.raises(KeyError) as error:
+        step(step.init({"w": np.ones(3, np.float32)}), rows(1, 2, 3, 4))
+    assert any("model_state=" in note for note in error.value.__notes__)

@@ -223,3 +223,45 @@ def test_what_is_no_pair_of_scalars_is_refused():
         step = js.make_train_step(wrong, optax.sgd(RATE), mesh=mesh)
         with pytest.raises(ValueError, match="`loss_fn`"):
             step(step.init(PARAMS), batch_of(8))
+
+
+def with_accuracy(params, batch):
+    total, weight = terms(params, batch)
+    right = (batch["x"] @ params["w"]).argmax(-1) == batch["y"]
+    return total / weight, right.mean()
+
+
+def in_a_loop(params, batch):
+    """The weight is summed beside the loss, which depends on the parameters."""
+
+    def add(sums, part):
+        return jax.tree.map(jnp.add, sums, terms(params, part)), None
+
+    parts = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
+    return jax.lax.scan(add, (jnp.float32(0), jnp.float32(0)), parts)[0]
+
+
+@pytest.mark.parametrize("kind", [js.make_mesh, js.virtual_mesh])
+def test_a_metric_that_is_taken_for_a_weight_is_told(kind):
+    """The loss would be divided by it, and no gradient would say so."""
+    mesh, sync, batch = kind({"replica": 2}), js.local_sgd("replica"), batch_of(8)
+    for fn, is_wrong in ((with_accuracy, True), (terms, False), (in_a_loop, False)):
+        for wrapped in (fn, lambda p, b, fn=fn: (fn(p, b), {}), jax.jit(fn)):
+            step = js.make_train_step(wrapped, optax.sgd(RATE), sync=sync, mesh=mesh)
+            state = step.init(PARAMS)
+            if is_wrong:
+                with pytest.warns(UserWarning, match="`loss_fn` .* depends on the parameters"):
+                    state, _ = step(state, batch)
+            step(state, batch)  # warnings are errors
+
+
+def test_a_layered_model_tells_of_it_too():
+    layers = [lambda p, x: x["x"] @ p]
+
+    def loss(logits, batch):
+        return logits.mean(), (logits.argmax(-1) == batch["y"]).mean()
+
+    with pytest.warns(UserWarning, match="`loss` .* depends on the parameters"):
+        js.LayeredModel(layers, loss)([PARAMS["w"]], batch_of(8))
+    weighed = lambda logits, batch: (logits.sum(), batch["mask"].sum())  # noqa: E731
+    js.LayeredModel(layers, weighed)([PARAMS["w"]], batch_of(8))
