@@ -19,9 +19,9 @@ from recipes.doc_blocks import (
     sections,
 )
 
-PAGES = """accumulation before-you-move-pmean checkpoints choosing ddp embeddings from-a-loop-to-
-    diloco gpu input-pipeline islands mixed-precision model-parallel other-trainers outer
-    reading-state start your-data"""
+PAGES = """accumulation before-you-move-pmean checkpoints choosing ddp embeddings
+    from-a-loop-to-diloco gpu input-pipeline islands mixed-precision model-parallel
+    other-trainers outer reading-state start your-data"""
 # tests/torch_compat and tests/on_jax run what needs torch, and tests/tpu_aot what needs libtpu, in
 # environments of their own; one mesh has 64 chips.
 ELSEWHERE: dict[str, tuple[str, ...]] = {
@@ -81,3 +81,14 @@ def test_the_page_on_choosing_measures_a_step_with_its_all_reduce_and_one_withou
     size = sum(leaf.nbytes for leaf in names["params"].values())
     assert sent == {"every update": {"every": size}, "never": {"local": 0}}
     assert names["computation"] > 0
+
+
+def test_the_loop_and_its_replicas_end_alike_and_the_report_is_what_the_page_shows(capsys):
+    page = "from-a-loop-to-diloco"
+    fresh(page, "The loop", "What it sends")
+    printed = capsys.readouterr().out
+    losses = [float(line.split()[1]) for line in printed.splitlines()[:10]]
+    assert losses[4] == pytest.approx(0.24, abs=0.02)  # as the page says
+    assert losses[9] == pytest.approx(0.24, abs=0.02)
+    (shown,) = outputs(page, "What it sends")
+    assert printed.endswith(shown)
