@@ -38,16 +38,12 @@ RUNS = {
     ],
     "language": [
         *((replicas, 12, 192) for replicas in (2, 4, 8)),
-        (4, 48, 192),
         (8, 48, 480),
         (8, 48, 1440),
     ],
 }
-OUTER: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "local_sgd": lambda: optax.sgd(1.0),
-    "published": lambda: optax.sgd(0.7, momentum=0.9, nesterov=True),
-    "default": js.algorithms.outer_nesterov,
-}
+# Rates and momenta of `outer_nesterov`; with 1 and 0 its steps are plain averages.
+GROWING = {"local_sgd": (1.0, 0.0), "default": (0.7, 0.9)}
 
 
 def make(cell: Cell, algorithm: str) -> Callable[[Any], optax.GradientTransformation]:
@@ -57,12 +53,24 @@ def make(cell: Cell, algorithm: str) -> Callable[[Any], optax.GradientTransforma
         inner = optax.adamw(schedule_of(cell, setting))
         if algorithm == ALL_REDUCE:
             return js.chain(js.all_reduce_gradients("replica"), inner)
+        if algorithm == "published":
+            outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+        else:
+            outer = js.algorithms.outer_nesterov(setting["outer_rate"], setting["momentum"])
         sync = js.diloco(
-            "replica", sync_every=cell.period, outer_optimizer=OUTER[algorithm](), shard_state=True
+            "replica", sync_every=cell.period, outer_optimizer=outer, shard_state=False
         )
         return js.chain(inner, sync)
 
     return transforms
+
+
+def settings_of(cell: Cell, algorithm: str) -> dict[str, np.ndarray]:
+    """Return the settings of an algorithm, one for each learning rate."""
+    rates = RATES[cell.part]
+    outer_rate, momentum = GROWING.get(algorithm, (0.0, 0.0))
+    columns = {"rate": rates, "outer_rate": [outer_rate] * 3, "momentum": [momentum] * 3}
+    return {name: np.array(column, np.float32) for name, column in columns.items()}
 
 
 def task_of(part: str) -> Task:
@@ -75,28 +83,37 @@ def task_of(part: str) -> Task:
     )
 
 
-def train(cell: Cell, algorithm: str) -> dict[str, Any]:
-    """Return the best learning rate, the test losses, and the curve."""
-    task, seeds, rounds = task_of(cell.part), SEEDS[cell.part], cell.steps // cell.period
-    settings = {"rate": np.array(RATES[cell.part], np.float32)}
-    losses = losses_of(cell, task, settings, seeds, rounds, make(cell, algorithm))
-    best = int(losses["validation"][-1].mean(1).argmin())
-    found = {
-        "rate": RATES[cell.part][best],
-        "test": losses["test"][-1, best].tolist(),
-        "curve": losses["test"][:, best].mean(1).tolist(),
-    }
-    if algorithm in OUTER:
-        # The same run, which ends one update earlier.
-        def batches(seed: int, steps: int, replicas: int) -> Any:
-            return jax.tree.map(lambda x: x[:steps], task.batches(seed, steps + 1, replicas))
-
-        short = replace(cell, steps=cell.steps - 1)
-        one = {"rate": np.array([RATES[cell.part][best]], np.float32)}
-        ending = replace(task, batches=batches)
-        before = losses_of(short, ending, one, seeds, 1, make(cell, algorithm))
-        found["before"] = before["test"][-1, 0].tolist()
+def train(cell: Cell) -> dict[str, dict[str, Any]]:
+    """Return the best learning rate, the test losses, and the curve of each algorithm."""
+    task, rounds = task_of(cell.part), cell.steps // cell.period
+    found: dict[str, dict[str, Any]] = {}
+    for names in ([ALL_REDUCE], list(GROWING), ["published"]):  # a program for each
+        columns = [settings_of(cell, name) for name in names]
+        settings = {key: np.concatenate([x[key] for x in columns]) for key in columns[0]}
+        program = make(cell, names[0])
+        losses = losses_of(cell, task, settings, SEEDS[cell.part], rounds, program)
+        for name, at in zip(names, (0, 3), strict=False):
+            best = at + int(losses["validation"][-1, at : at + 3].mean(1).argmin())
+            found[name] = {
+                "rate": RATES[cell.part][best - at],
+                "test": losses["test"][-1, best].tolist(),
+                "curve": losses["test"][:, best].mean(1).tolist(),
+            }
+            if name != ALL_REDUCE and cell.part == "classifier":
+                one = {key: x[best : best + 1] for key, x in settings.items()}
+                found[name]["before"] = before_the_last_step(cell, task, one, program)
     return found
+
+
+def before_the_last_step(cell: Cell, task: Task, setting: Any, program: Any) -> list[float]:
+    """Return the test losses of the same run that ends one update earlier."""
+
+    def batches(seed: int, steps: int, replicas: int) -> Any:
+        return jax.tree.map(lambda x: x[:steps], task.batches(seed, steps + 1, replicas))
+
+    ending, short = replace(task, batches=batches), replace(cell, steps=cell.steps - 1)
+    losses = losses_of(short, ending, setting, SEEDS[cell.part], 1, program)
+    return losses["test"][-1, 0].tolist()
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -133,10 +150,9 @@ def main() -> None:
                 if (part, replicas, period, updates) in done:
                     continue
                 cell = Cell(part, "adamw", replicas, DILOCO, period, updates)
-                found = {name: train(cell, name) for name in (ALL_REDUCE, *OUTER)}
                 rows.append(
                     {"part": part, "replicas": replicas, "period": period, "updates": updates}
-                    | {"algorithms": found}
+                    | {"algorithms": train(cell)}
                 )
                 PATH.write_text(json.dumps(rows, indent=1) + "\n")
                 print(table(rows[-1:]).splitlines()[-1], flush=True)
