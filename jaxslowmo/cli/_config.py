@@ -626,10 +626,11 @@ def warn_unused(config: Any, words: Sequence[str], **more: str) -> None:
       words: the words.
       **more: further options without effect, and the reasons.
     """
-    said = {word.partition("=")[0].removeprefix("--").replace("-", "_") for word in words}
+    said = {word.partition("=")[0].replace("_", "-") for word in words}
     for name, reason in {**unused_options(config), **more}.items():
-        if name in said:
-            warn_user(f"--{name.replace('_', '-')} has no effect {reason}.")
+        option = f"--{name.replace('_', '-')}"
+        if option in said:
+            warn_user(f"{option} has no effect {reason}.")
 
 
 _TYRO = (tyro.conf.OmitArgPrefixes, tyro.conf.PositionalMetavarFromFieldName)

@@ -168,7 +168,7 @@ def test_what_an_algorithm_does_not_read_has_no_effect(monkeypatch, algorithm):
         ("compare --algorithm sgp", "--algorithm", "--algorithms"),
         ("compare --algorithms sgp,all_reduce --sync-every 3", "--sync-every", "sgp, all_reduce"),
         ("compare --seed 3 --seeds 0,1", "--seed", "--seeds"),
-        ("sample x --temperature 0 --top_k 3", "--top-k", "--temperature 0"),
+        ("sample x --temperature 0 --top_k 3 --prompt seed", "--top-k", "--temperature 0"),
         ("launch --processes 2 -- train --out x --quorum 3", "--quorum", "--islands"),
     ],
 )
