@@ -21,6 +21,7 @@ from ...mesh import AnyMesh, axis_names, model_axes, replica_count
 from ...tracing import UpdateFacts, read_update, state_types
 from ...transform import (
     Chain,
+    GradientTransform,
     ParameterTransform,
     chain,
     gradient_parts,
@@ -248,9 +249,11 @@ def check_exchanges(update: Update, mesh: AnyMesh) -> None:
     """Raise `ValueError` for replicas that would train independently, when a step is made.
 
     An optax chain hides the transforms in it, and its state shows them. That of no parameters does,
-    unless a mask or labels need the parameters: then the first state is checked.
+    unless a mask or labels need the parameters: then the first state is checked. So it is with
+    `gradients` of the user's own, which are traced for collectives that they do not declare.
     """
-    if _declares_exchange(update, mesh):
+    is_own = not isinstance(update.gradients, GradientTransform | None)
+    if is_own or _declares_exchange(update, mesh):
         return
     types = update.loss_program.param_types
     transforms = [tx for tx in (update.gradients, update.optimizer) if tx is not None]

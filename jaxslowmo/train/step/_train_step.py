@@ -458,9 +458,8 @@ def make_train_step(
       A `TrainStep`: `step(state, batch) -> (state, metrics)`; `step.init(params)` makes the state.
 
     Raises:
-      ValueError: an invalid value, arguments that exclude each other, several replicas of which
-        nothing is exchanged, or a transform in the wrong place; also when `init` or the first step
-        is traced, and for a loss that does not return the model state.
+      ValueError: an invalid value, arguments that exclude each other, a transform in the wrong
+        place, several replicas and no exchange; also when `init` or the first step is traced.
       UserWarning: once, for settings that are legal and hardly meant.
 
     Communication: what `gradients` and `sync` state, once per update; one all-reduce of the model
