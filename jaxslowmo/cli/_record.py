@@ -113,7 +113,8 @@ def report_collectives(step: js.train.TrainStep, state: Any, batch: Any) -> js.r
     programs = step.traced_by_phase(jax.tree.map(shape_struct, state), batch)
     lowered: Any = {kind: traced.lower() for kind, traced in programs.items()}
     mesh = step.mesh if isinstance(step.mesh, jax.sharding.Mesh) else None
-    return js.comm_report_of(lowered.get(None, lowered), mesh=mesh, compile=False)
+    lowered = lowered.get(None, lowered)
+    return js.comm_report_of(lowered, mesh=mesh, compile=False, sync=step.sync)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,13 +196,16 @@ def dry_run(config: TrainConfig) -> int:
     if config.island.islands is not None:
         codec, size = parse_codec(config.algorithm.codec), num_parameters(model.config)
         part = 4 * size if codec is None else codec.num_bytes(size)
-        facts["sent to the store in a round"] = format_bytes(part)
+        facts["part of a round, to the store"] = format_bytes(part)
     console.print(facts_table(facts, title=config.algorithm.algorithm))
     rows = config.mesh.num_replicas * config.data.batch
     batch = np.zeros((rows, model.config.context_length + 1), np.uint8)
     report = report_collectives(step, state, batch)
     print_lines(console, "What goes into the collectives of one device, and what that sends:")
-    print_lines(console, str(report), "Each replica sends in a step, as progress lines count it:")
+    counted = "Each replica sends in a step, as progress lines count it:"
+    if config.island.islands is not None:  # whose progress lines count what goes to the store
+        counted = "Each replica of the island sends the others in a step:"
+    print_lines(console, str(report), counted)
     for kind, count in ByteLedger(report, devices.mesh).by_kind.items():
         print_lines(console, f"  {kind}: {format_bytes(count)}")
     return 0

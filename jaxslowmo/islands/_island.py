@@ -176,11 +176,12 @@ class Status(NamedTuple):
             f"run {self.run}: round {self.round} is open, newest snapshot {self.snapshot}, "
             f"{self.bytes:,} bytes in the store"
         )
-        rows = [("island", "round", "lag", "part", "updates", "sent", "received", "last seen")]
+        names = "island", "round", "lag", "part", "updates", "last sent", "last received", "last seen"
+        rows = [names]
         rows += [
             (
                 x.name, str(x.round), str(x.lag), "yes" if x.has_part else "-", str(x.updates),
-                f"{x.sent:,}", f"{x.received:,}", f"{x.last_seen:%Y-%m-%d %H:%M:%S} UTC",
+                f"{x.sent:,} B", f"{x.received:,} B", f"{x.last_seen:%Y-%m-%d %H:%M:%S} UTC",
             )
             for x in self.islands
         ]  # fmt: skip
@@ -253,8 +254,9 @@ class Report(NamedTuple):
         """Return one line for people."""
         kinds = ", ".join(f"{count:.1f} {kind}" for kind, count in sorted(self.requests.items()))
         return (
-            f"{self.sent_to_join:,} bytes to join; {self.rounds} rounds, each: {self.sent:,.0f} "
-            f"bytes to the store, {self.received:,.0f} from it; requests: {kinds}"
+            f"since this program's start: {self.sent_to_join:,} bytes sent to join; {self.rounds} "
+            f"rounds, on average {self.sent:,.0f} bytes to the store (parts, snapshots), "
+            f"{self.received:,.0f} from it; requests: {kinds}"
         )
 
 

@@ -337,6 +337,7 @@ def comm_report_of(
     *,
     mesh: jax.sharding.Mesh | None = None,
     compile: bool = True,
+    sync: ParameterTransform | None = None,
 ) -> CommReport:
     """List the collectives of programs that you compiled, for example ahead of time for a TPU.
 
@@ -349,6 +350,9 @@ def comm_report_of(
         TPU slices.
       compile: whether to compile too; False reports only emitted collectives. It has no effect on
         programs that are compiled already.
+      sync: the parameter transform of the program, such as `js.slowmo(...)`, whose schedule says
+        which exchanges meet in one step. None: any may, and kinds such as "average+slow" are
+        listed that no step has.
 
     Returns:
       A `CommReport`; kinds as for `comm_report`.
@@ -360,7 +364,8 @@ def comm_report_of(
       `comm_report_of(jax.jit(step).lower(*shapes), mesh=mesh).count(level="compiled")`
       `comm_report_of(step.compiled(state, batch)).count(level="compiled", kind="slow")`
     """
-    return _report(lowered, [mesh_axes(mesh)] if mesh is not None else [], compile=compile)
+    meshes = [mesh_axes(mesh)] if mesh is not None else []
+    return _report(lowered, meshes, compile=compile, sync=sync)
 
 
 def _report(
@@ -368,6 +373,7 @@ def _report(
     arguments: list[MeshAxes],
     *,
     compile: bool = True,
+    sync: Any = None,
     step: Any = None,
     state: Any = None,
 ) -> CommReport:
@@ -409,7 +415,7 @@ def _report(
         found.append((kind, "compiled", read_collectives(module, True, num_devices, slices_first)))
 
     axes = tuple(dict.fromkeys(meshes))
-    sync = getattr(step, "sync", None)
+    sync = getattr(step, "sync", sync)
     is_sync = isinstance(sync, ParameterTransform)
     kinds = tuple(by_kind)
     if not whole:
@@ -422,7 +428,7 @@ def _report(
             rows += _rows_of_kind(kind, program, level, axes, whole)
     names = [name for mesh in axes for name, _ in mesh.axes]
     names += sorted((row.axis for row in rows), key=lambda axis: axis == UNKNOWN_AXIS)
-    layout = _state_layout(step, state) if is_sync else ""
+    layout = _state_layout(step, state) if is_sync and step is not None else ""
     return CommReport(tuple(rows), kinds, tuple(dict.fromkeys(names)), tuple(levels), layout)
 
 

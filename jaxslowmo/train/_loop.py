@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 import jax
 import numpy as np
@@ -46,7 +46,11 @@ class Hook(Protocol):
         ...
 
 
-def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float | np.ndarray]:
+@overload
+def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float | np.ndarray]: ...
+@overload
+def host_mean(metrics: jax.Array) -> float | np.ndarray: ...
+def host_mean(metrics: Any) -> Any:
     """Wait for a step's metrics and return their means over the replicas.
 
     If the metrics hold "weight", since the step was called with weights, the means are weighted;
@@ -54,18 +58,20 @@ def host_mean(metrics: Mapping[str, jax.Array]) -> dict[str, float | np.ndarray]
     `(sum, weight)`, the mean of the loss is weighted by that: it is the quotient over all replicas.
 
     Args:
-      metrics: arrays `(replicas, *s)` of numbers, as a step returns them.
+      metrics: arrays `(replicas, *s)` of numbers by name, as a step returns them, or one array.
 
     Returns:
-      The mean of each metric over the replicas of this process: a float if s is (), else a float64
-      NumPy array of shape s; complex where the metric is. Metrics in a dict inside of another are
-      called "outer/inner".
+      The mean of each metric over the replicas of this process, in a dict; of one array its mean
+      alone. A mean is a float if s is (), else a float64 NumPy array of shape s; complex where the
+      metric is. Metrics in a dict inside of another are called "outer/inner".
 
     Raises:
       ValueError: a metric is split inside replicas over several processes.
 
     Communication: none between replicas; device to host.
     """
+    if not isinstance(metrics, Mapping):
+        return host_mean({"metrics": metrics})["metrics"]
     weights = {
         name: _local_replicas(name, metrics[name])
         for name in ("weight", "loss_weight")

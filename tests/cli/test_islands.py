@@ -21,7 +21,7 @@ def test_a_dry_run_asks_no_store_and_a_status_needs_a_run(call, text, tmp_path):
     assert (outcome.code, outcome.err) == (0, "")
     assert "average" in outcome.out
     rows = dict(row for row in outcome.rows if len(row) == 2)
-    assert rows["sent to the store in a round"] == "12.0 kB"  # of 11,760 parameters
+    assert rows["part of a round, to the store"] == "12.0 kB"  # of 11,760 parameters
     assert "slow" not in outcome.out.replace("slowmo", "")  # the store's, not the replicas'
     call("islands status run").is_refused("run: there is no run here")
     late = call("train --preset tiny --data", text, "--islands run --island a", {"late": "never"})
@@ -40,7 +40,7 @@ def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
 
     whole = trained("first", "whole", "--steps 12")
     assert (whole.code, whole.err) == (0, "")
-    assert " bytes to join; 3 rounds, each: " in whole.out
+    assert " bytes sent to join; 3 rounds, on average " in whole.out
     assert "sent 0 B" not in whole.out
     assert dict(whole.rows)["bytes sent to the store"] != "0 B"
     # All that lies in the store, and the heartbeats that later ones have replaced.

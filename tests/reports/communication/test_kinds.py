@@ -210,3 +210,27 @@ def test_a_traced_step_lists_the_kinds_that_occur(name):
     state = step.init({f"w{i}": jnp.ones(3) for i in range(12)})
     kinds = js.comm_report(step, state, jnp.ones(4)).kinds
     assert {kind.replace(" ", "_") for kind in kinds} == {*wanted.split()}
+
+
+TRANSFORMS = {
+    "a slow step replaces an average": js.slowmo(
+        "replica", base=js.local_sgd("replica", sync_every=2), sync_every=4
+    ),
+    "both in one step": js.slowmo(
+        "replica", base=js.sgp("replica", graph=js.topology.ring(2)), sync_every=4
+    ),
+    "fragments": js.diloco("replica", sync_every=4, fragments=2),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_kinds_of_ones_own_loop_are_those_of_the_schedule_that_it_names(name):
+    sync, params = TRANSFORMS[name], {"a": jnp.ones((2, 64)), "b": jnp.ones((2, 64))}
+    state = jax.vmap(sync.init, axis_name="replica")(params)
+
+    def update(params, state):
+        return sync.update(params, state, params)
+
+    program = jax.jit(jax.vmap(update, axis_name="replica")).trace(params, state)
+    report = comm_report_of(program, compile=False, sync=sync)
+    assert set(report.kinds) == {js.spec.phase_name(phase) for phase in sync.phases()}
