@@ -128,6 +128,13 @@ class MasterModel:
                     target.copy_(buffers[name])
                     buffers[name].data = target
 
+    def sample_parameters(self) -> list[bytes]:
+        """Return some elements of every parameter, to notice that an optimizer has changed them."""
+        # Not their versions, which fused optimizers and writes through `.data` leave as they are.
+        flat = [parameter.detach().flatten() for parameter in self._parameters_now()]
+        parts = [values[:: max(1, values.numel() // 32)].contiguous() for values in flat]
+        return [part.view(torch.uint8).numpy().tobytes() for part in parts]
+
     def _parameters_now(self) -> list[nn.Parameter]:
         parameters = list(self.master_model.parameters())
         if len(parameters) != len(self._gradients):

@@ -2,6 +2,7 @@
 
 import multiprocessing as mp
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +20,9 @@ from ._exchange import StepExchange
 
 # How long `shutdown` waits for the device process after a request, after SIGTERM, after SIGKILL.
 _END_SECONDS = (1.0, 0.3, 0.2)
+
+# Steps with old parameters after which `step` warns; some programs let the devices lag a little.
+_OLD_STEPS = 10
 
 
 class TPUManager(mp.Process):
@@ -125,6 +129,8 @@ class TPUManager(mp.Process):
             dataset, self.nprocs, self.prefetch, start=False
         )
         self._should_load_parameters = False
+        self._sample: list[bytes] | None = None
+        self._num_old = 0
         if start:
             self.start()
 
@@ -190,6 +196,8 @@ class TPUManager(mp.Process):
         Raises:
           TPUWorkerError: the dataset or the device process has ended or failed; the error has its
             traceback or exit code. Every later call raises the same error.
+          UserWarning: once, before 10 steps the model's parameters had changed, and
+            `update_model_parameters` was not called. Steps that accumulate change none.
         """
         exchange = self._exchange
         with exchange.turn():
@@ -198,11 +206,24 @@ class TPUManager(mp.Process):
             # A gradient may be dropped or replaced while the devices compute.
             answer = exchange.step(self._prepare, self._synchronizer.attach_gradients)
             self.statistics = answer.statistics
+            if self._num_old == _OLD_STEPS:
+                self._num_old = -sys.maxsize  # warn once
+                warnings.warn(
+                    f"The model's parameters have changed before {_OLD_STEPS} steps without "
+                    "update_model_parameters(), so the devices compute with old ones. Call "
+                    "manager.update_model_parameters(model.parameters()) after optimizer.step().",
+                    stacklevel=2,
+                )
             return answer.loss, answer.num_samples
 
     def _prepare(self) -> tuple[bool, Settings]:
         self._synchronizer.attach_gradients()
         load, self._should_load_parameters = self._should_load_parameters, False
+        before, self._sample = self._sample, self._synchronizer.sample_parameters()
+        if load:
+            self._num_old = min(self._num_old, 0)
+        elif before not in (None, self._sample):
+            self._num_old += 1
         before = self._settings
         self._settings = Settings.from_module(self._synchronizer.master_model)
         return load, self._settings.changes_since(before)

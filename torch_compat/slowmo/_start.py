@@ -69,13 +69,13 @@ def check_equal(
         text = f"{name} {tuple(param.shape)} {name in chosen}"
         prints.append(crc32(text.encode(), checksum(param) if values else 0))
     summary = [crc32(str(prints).encode()), len(params)]
-    totals = _all_gather(summary, collectives, device)
+    totals = _all_gather(summary, collectives, device, Kind.START)
     unequal = [rank for rank, total in enumerate(totals) if not torch.equal(total, totals[0])]
     if not unequal:
         return
     which = "their number is not the same"
     if all(total[1] == totals[0][1] for total in totals):
-        names = _unequal(params, prints, collectives, device)
+        names = _unequal(params, prints, collectives, device, Kind.START)
         which = ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
     lists = f"processes {', '.join(map(str, unequal))} of {len(totals)} do not have ({which})"
     if values:
@@ -90,16 +90,18 @@ def check_equal(
 
 
 def unequal(
-    params: Mapping[str, torch.Tensor], collectives: Collectives, device: torch.device
+    params: Mapping[str, torch.Tensor], collectives: Collectives, device: torch.device, kind: Kind
 ) -> list[str]:
     """Return the names of parameters whose bits differ between processes; call it in all of them.
+
+    `kind` is that of the exchange which needs them, for messages.
 
     Communication: one all-gather of 8 bytes per parameter; nothing without parameters.
     """
     if not params or collectives.places.world_size == 1:
         return []
     launch(device)
-    return _unequal(params, [*map(checksum, params.values())], collectives, device)
+    return _unequal(params, [*map(checksum, params.values())], collectives, device, kind)
 
 
 def checksum(tensor: torch.Tensor) -> int:
@@ -111,15 +113,21 @@ def checksum(tensor: torch.Tensor) -> int:
 
 
 def _unequal(
-    names: Collection[str], numbers: list[int], collectives: Collectives, device: torch.device
+    names: Collection[str],
+    numbers: list[int],
+    collectives: Collectives,
+    device: torch.device,
+    kind: Kind,
 ) -> list[str]:
-    rows = _all_gather(numbers, collectives, device)
+    rows = _all_gather(numbers, collectives, device, kind)
     return [name for name, row in zip(names, rows.T, strict=True) if (row != row[0]).any()]
 
 
-def _all_gather(numbers: list[int], collectives: Collectives, device: torch.device) -> torch.Tensor:
+def _all_gather(
+    numbers: list[int], collectives: Collectives, device: torch.device, kind: Kind
+) -> torch.Tensor:
     """Return `numbers` of every process, (world_size, len(numbers))."""
     value = device_data(numbers, torch.int64, device)
-    with collectives.graph(device, Kind.START, [value]):
+    with collectives.graph(device, kind, [value]):
         rows = collectives.gather(value)
     return rows.cpu().reshape(collectives.places.world_size, -1)

@@ -9,6 +9,7 @@ from ._places import Places
 from ._replica import Replica, is_continuous
 from ._slow_momentum import Rates, SlowMomentum, SlowSteps
 from ._start import unequal
+from .backends import Kind
 
 # Names of FairScale; all other entries have `_PREFIX`. All values are tensors.
 _FAIRSCALE = ("ps_weight", "is_sgp_ps_numerator")
@@ -74,7 +75,7 @@ def consolidate(
     exchanged = replica.exchanged_params(params)
     frozen = {name: param for name, param in params.items() if name not in exchanged}
     # forward() may write to frozen parameters, such as those of a target network.
-    written = unequal(frozen, replica.collectives, device)
+    written = unequal(frozen, replica.collectives, device, Kind.CONSOLIDATION)
     buffers = [*module.buffers(), *(frozen[name] for name in written)]
     means, first, slow = replica.whole(exchanged, buffers, device)
     replaced = {id(params[name]): value for name, value in means.items()}

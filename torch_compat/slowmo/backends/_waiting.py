@@ -229,12 +229,15 @@ class Waiting:
             )
         if not silent:
             return None
+        own, hint = self._last.get(self._rank), ""
+        if own is not None and own.kind == Kind.CONSOLIDATION:  # often called by process 0 alone
+            hint = " Every process must call consolidated_state_dict()."
         return (
             f"Process {', '.join(map(str, silent))} of {self._size} has ended, or is stuck: it "
-            "does not answer, and a connection has broken."
+            f"does not answer, and a connection has broken.{hint}"
             + last_exchanges(
                 {rank: str(self._last.get(rank, "")) for rank in silent},
-                str(self._last.get(self._rank, "an exchange")),
+                str(own or "an exchange"),
             )
         )
 

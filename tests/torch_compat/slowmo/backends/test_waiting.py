@@ -75,6 +75,29 @@ def result_of(path):
     return pickle.loads(path.read_bytes())
 
 
+def consolidated_by_process_0(freezes: bool):
+    net, optimizer = built()
+    if freezes:
+        next(net.parameters()).requires_grad_(False)
+    train_step(net, optimizer, 0, WIDTH)
+    if here.rank():
+        return None
+    with pytest.raises(PeerLostError) as caught:
+        net.consolidated_state_dict()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_consolidation_by_one_process_says_that_all_must_call_it(freezes, tmp_path):
+    processes = start_gloo(2, tmp_path, consolidated_by_process_0, freezes)
+    for process in processes:
+        process.join(PATIENCE_SECONDS)
+    message = result_of(tmp_path / "0")
+    assert message.startswith("Process 1 of 2 has ended, or is stuck")
+    assert "Every process must call consolidated_state_dict()." in message
+    assert "this process is in the exchange of consolidated_state_dict()" in message
+
+
 def without_store(address: str):
     """The store is kept by process 0, as with init_method="env://" and no launcher."""
     rank, size = here.rank(), here.world()
