@@ -176,8 +176,8 @@ class Status(NamedTuple):
             f"run {self.run}: round {self.round} is open, newest snapshot {self.snapshot}, "
             f"{self.bytes:,} bytes in the store"
         )
-        names = "island", "round", "lag", "part", "updates", "last sent", "last received", "last seen"
-        rows = [names]
+        names = "island", "round", "lag", "part", "updates", "last sent", "last received"
+        rows = [(*names, "last seen")]
         rows += [
             (
                 x.name, str(x.round), str(x.lag), "yes" if x.has_part else "-", str(x.updates),
