@@ -1,6 +1,6 @@
 """Trains for few outer steps, and compares the outer optimizers of `js.diloco` with plain averages.
 
-    python benchmarks/study/first_steps.py            # 40 minutes of one core
+    python benchmarks/study/first_steps.py            # half an hour of one core
     python benchmarks/study/first_steps.py --report   # the table, from results/first_steps.json
 
 Each algorithm has the best of the learning rates by the validation loss after the last update, and
@@ -40,7 +40,6 @@ RUNS = {
     "language": [
         *((replicas, 12, 192) for replicas in (2, 4, 8)),
         (8, 48, 480),
-        (8, 48, 1440),
     ],
 }
 # Rates and momenta of `outer_nesterov`; with 1 and 0 its steps are plain averages.
