@@ -110,7 +110,8 @@ def train_step(
             "replica", base=base, sync_every=24, momentum=0.2, learning_rate=learning_rate
         )
     else:
-        sync = js.diloco("replica", sync_every=20)
+        outer = js.algorithms.outer_nesterov()
+        sync = js.diloco("replica", sync_every=20, outer_optimizer=outer)
     return js.make_train_step(
         loss_fn,
         optax.adam(learning_rate),
