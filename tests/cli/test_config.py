@@ -136,7 +136,7 @@ def test_what_an_algorithm_does_not_read_has_no_effect(monkeypatch, algorithm):
         record(name)
     monkeypatch.setattr(_setup, "_optimizer", lambda config, rate: None)
     monkeypatch.setattr(
-        _setup, "_outer_sgd", lambda own: (own.outer_learning_rate, own.outer_momentum)
+        _setup, "_outer_optimizer", lambda own: (own.outer_learning_rate, own.outer_momentum)
     )
     monkeypatch.setattr(_setup, "learning_rate_schedule", lambda config: None)
 
