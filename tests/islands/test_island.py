@@ -303,7 +303,7 @@ def test_report_and_status_tell_bytes_requests_and_who(tmp_path):
     assert report.sent_to_join + 4 * report.sent == a.bytes_sent > 4 * size
     assert a.bytes_sent + b.bytes_sent > 9 * size
     assert {"get", "put", "list"} <= report.requests.keys()
-    assert "4 rounds, each" in str(report)
+    assert "4 rounds, on average " in str(report)
     status = js.islands.status(str(tmp_path))
     assert (status.round, [x.name for x in status.islands]) == (4, ["a", "b"])
     assert [(x.round, x.lag, x.updates) for x in status.islands] == [(4, 0, 16)] * 2
