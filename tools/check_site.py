@@ -114,7 +114,7 @@ def not_described() -> Iterator[str]:
         for page in SITE.glob("api/*/index.html")
         for anchor in re.findall(r'<h\d id="([\w.]+)" class="doc', page.read_text("utf-8"))
     )
-    for name in (name.path for names in public_names().values() for name in names):
+    for name in public_names():
         if anchors[name] != 1:
             yield f"{name} stands on {anchors[name]} pages of the API"
 
