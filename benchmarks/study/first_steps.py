@@ -55,6 +55,9 @@ def make(cell: Cell, algorithm: str) -> Callable[[Any], optax.GradientTransforma
             return js.chain(js.all_reduce_gradients("replica"), inner)
         if algorithm == "published":
             outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
+        elif algorithm == "rate_warm_up":
+            warm_up = optax.linear_schedule(0.07, 0.7, 9)
+            outer = optax.sgd(warm_up, momentum=0.9, nesterov=True)
         else:
             outer = js.algorithms.outer_nesterov(setting["outer_rate"], setting["momentum"])
         sync = js.diloco(
@@ -87,7 +90,8 @@ def train(cell: Cell) -> dict[str, dict[str, Any]]:
     """Return the best learning rate, the test losses, and the curve of each algorithm."""
     task, rounds = task_of(cell.part), cell.steps // cell.period
     found: dict[str, dict[str, Any]] = {}
-    for names in ([ALL_REDUCE], list(GROWING), ["published"]):  # a program for each
+    programs = [ALL_REDUCE], list(GROWING), ["published"]
+    for names in (*programs, ["rate_warm_up"]) if warms_up(cell) else programs:
         columns = [settings_of(cell, name) for name in names]
         settings = {key: np.concatenate([x[key] for x in columns]) for key in columns[0]}
         program = make(cell, names[0])
@@ -99,10 +103,15 @@ def train(cell: Cell) -> dict[str, dict[str, Any]]:
                 "test": losses["test"][-1, best].tolist(),
                 "curve": losses["test"][:, best].mean(1).tolist(),
             }
-            if name != ALL_REDUCE and cell.part == "classifier":
+            if name not in (ALL_REDUCE, "rate_warm_up") and cell.part == "classifier":
                 one = {key: x[best : best + 1] for key, x in settings.items()}
                 found[name]["before"] = before_the_last_step(cell, task, one, program)
     return found
+
+
+def warms_up(cell: Cell) -> bool:
+    """Return whether the published optimizer with a rate that grows for ten steps is tried, too."""
+    return cell.part == "classifier" and cell.steps <= 480
 
 
 def before_the_last_step(cell: Cell, task: Task, setting: Any, program: Any) -> list[float]:
@@ -143,6 +152,9 @@ def rises(rows: list[dict[str, Any]]) -> str:
         last = [np.mean(x["test"]) - np.mean(x["before"]) for x in found if "before" in x]
         text = f", the last outer step {min(last):+.3f} to {max(last):+.3f}" if last else ""
         lines.append(f"{part}, {algorithm}: largest rise {rise:.3f}{text}")
+    warm = [x["algorithms"] for x in rows if "rate_warm_up" in x["algorithms"]]
+    above = [np.mean(x["rate_warm_up"]["test"]) - np.mean(x["published"]["test"]) for x in warm]
+    lines.append(f"rate that grows: {min(above):+.3f} to {max(above):+.3f} above the published one")
     return "\n".join(lines)
 
 

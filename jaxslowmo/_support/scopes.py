@@ -49,7 +49,7 @@ CONTENT = {
     MODEL_STATE: "statistics",
     METRICS: "metrics",
 }
-"""What collectives in a scope send, in the words of reports. In a phase others send parameters."""
+"""Maps a scope to what its collectives send; in the phase of an exchange others send parameters."""
 
 # Not a scope: the name for notes about buffers of gradients; notes for parameters name the phase.
 GRADIENTS = "gradients"

@@ -46,7 +46,7 @@ def parse_phase(scope: str) -> str | None:
 
 
 class Scopes(NamedTuple):
-    """What the names of the scopes around an operation say of it.
+    """The phase and content of an operation, read from the names of the scopes around it.
 
     Attributes:
       phase: innermost `jax.named_scope("phase:NAME")`; None without one.

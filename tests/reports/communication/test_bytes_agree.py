@@ -1,4 +1,4 @@
-"""What a report says of a step is what its shapes say, by formulas that share no code with it."""
+"""Bytes of reports equal those computed from shapes, by formulas that share no code with them."""
 
 import math
 from fractions import Fraction

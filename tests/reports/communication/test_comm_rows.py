@@ -54,7 +54,7 @@ def test_level_that_was_not_made():
 
 
 def test_table():
-    """What is compiled is in the first line of its axis and collective, whatever its content."""
+    """Compiled amounts stand in the first line of their axis and collective."""
     header, *lines = str(REPORT).splitlines()
     assert header.split() == [
         *("kind", "axis", "collective", "content"),

@@ -14,7 +14,7 @@ STEPS = 3 * _OLD_STEPS
 
 
 def warned(program, optimizer_of=lambda params: torch.optim.SGD(params, lr=0.01)) -> list[str]:
-    """What `program(manager, optimizer, t)` is warned of in some steps t."""
+    """Return the warnings that `program(manager, optimizer, t)` gets in its steps t."""
     model, data = regressor(width=8), itertools.cycle(samples(4))
     optimizer = optimizer_of([p for p in model.parameters() if p is not model.unused])
     with TPUManager(model, data, nprocs=1, start=True) as manager:
@@ -93,7 +93,7 @@ def accumulated(manager, optimizer, t):
 
 
 def summed_elsewhere(manager, optimizer, t):
-    """As hivemind does, for as many steps as an epoch has."""
+    """Add up gradients for as many steps as an epoch of hivemind has."""
     manager.get_aggregated_gradients()
     manager.zero_grad()
     accumulated(manager, optimizer, t)

@@ -140,7 +140,7 @@ def evaluated_by_process_0(script: Script) -> None:
 
 
 def steps_left_out(script: Script) -> None:
-    """As a GradScaler does where gradients are infinite, in one process alone."""
+    """Leave out a step in one process, as a GradScaler does with infinite gradients."""
     for t in range(STEPS):
         script.backward(t)
         if here.rank() == 0 or t % 4:

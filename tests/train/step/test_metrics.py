@@ -110,7 +110,7 @@ def test_names_of_the_step_are_taken(name):
 
 @pytest.mark.parametrize("shape", [(4,), (4, 3)])
 def test_the_host_mean_of_one_array_is_that_of_a_dict_with_it(shape):
-    """As a step of one's own by `pmap` returns it."""
+    """A step of the user's own by `pmap` returns such an array."""
     array = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
     mean = js.host_mean(array)
     np.testing.assert_array_equal(mean, js.host_mean({"loss": array})["loss"])

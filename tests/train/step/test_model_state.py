@@ -187,7 +187,7 @@ def test_model_state_that_a_loss_does_not_return_is_refused_by_name(form, way):
 
 
 def test_model_state_keeps_containers_and_dtypes():
-    """Of what a loss returns in others; else the next update would be another program."""
+    """If dtypes or containers changed, the next update would be another program."""
 
     def fn(params, batch, *, model_state):
         value, (metrics, new) = loss(params, batch, model_state=model_state)
@@ -203,7 +203,7 @@ def test_model_state_keeps_containers_and_dtypes():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_model_state_that_was_forgotten_is_named(kind):
-    """By what the loss returns, or beside the error that it meets."""
+    """The error names it, or a note on the error that the loss itself meets."""
     returns = lambda p, b, **_: (jnp.sum(p["w"]), ({}, {"s": b.mean()}))  # noqa: E731
     step = step_of(local, kind, fn=returns)
     with pytest.raises(ValueError, match=r"\['s'\], and was given none: .*model_state="):
