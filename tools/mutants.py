@@ -2,7 +2,14 @@
 
     python tools/mutants.py draw --seed 1 --count 150 > mutants.json
     pytest -n 2 --cov=jaxslowmo --cov-context=test --cov-report= --junitxml=times.xml
-    python tools/mutants.py run mutants.json --coverage .coverage --times times.xml > outcome.json
+    python tools/mutants.py run mutants.json --coverage .coverage --times times.xml
+
+`run` writes what became of each change into the file that it reads, and leaves those that have an
+outcome; `--of` names the folders whose changes are tried. A suite with a configuration of its own,
+and mostly processes, does without coverage:
+
+    cd tests/torch_compat && pytest --junitxml=../../times.xml
+    python tools/mutants.py run mutants.json --suite tests/torch_compat --times times.xml ...
 
 A line of code is drawn, each as likely as another, and one of the changes that it allows: another
 comparison, another operator, a constant plus one, a negated condition, a dropped statement, swapped
@@ -35,6 +42,7 @@ import traceback
 import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from importlib import import_module
 from pathlib import Path
 from queue import Queue
 from typing import Any, NamedTuple
@@ -226,7 +234,8 @@ def draw(seed: int, count: int, packages: Sequence[str]) -> list[Mutant]:
 class Suite:
     """The tests of a checkout: which cover a line, how long each takes, which fail anyway."""
 
-    def __init__(self, coverage: Path, times: Path) -> None:
+    def __init__(self, coverage: Path | None, times: Path, root: str) -> None:
+        self.root = root
         self._seconds: dict[str, float] = {}
         self._failing: set[str] = set()
         self._database = coverage
@@ -242,7 +251,9 @@ class Suite:
         self._seconds = {name: self._seconds[name] for name in names if name in self._seconds}
 
     def covering(self, mutant: Mutant) -> set[str]:
-        """Return the tests that run the mutant's line."""
+        """Return the tests that run the mutant's line; none without coverage."""
+        if self._database is None:
+            return set()
         with contextlib.closing(sqlite3.connect(self._database)) as database:
             rows = database.execute(
                 "select context.context, line_bits.numbits from line_bits"
@@ -256,10 +267,11 @@ class Suite:
 
     def stages(self, mutant: Mutant) -> Iterator[list[str]]:
         """Yield lists of tests, nearest first, which together keep to the limits of time."""
-        folder = "tests/" + "/".join(Path(mutant.path).parts[1:2]) + "/"
+        tests = "tests/" if self.root == "." else ""
+        folder = f"{tests}{Path(mutant.path).parts[1]}/"
         stem = Path(mutant.path).stem.lstrip("_")
-        if folder.endswith(".py/"):
-            folder = "tests/"
+        if not any(name.startswith(folder) for name in self._seconds):
+            folder = tests
         seen: set[str] = set()
         spent = 0.0
 
@@ -318,8 +330,8 @@ def _without_group(name: str) -> str:
     return re.sub(r"@\w+$", "", name)
 
 
-def run_tests(checkout: Path, names: Sequence[str], log: Path, *options: str) -> str:
-    """Run tests in a forked process; return "passed", "failed" or "hung"."""
+def run_tests(checkout: Path, root: str, names: Sequence[str], log: Path, *options: str) -> str:
+    """Run tests of the suite at `root` in a forked process; return "passed", "failed" or "hung"."""
     listed = log.with_suffix(".txt")
     listed.write_text("\n".join([*OPTIONS, *options, *names]), "utf-8")
     child = os.fork()
@@ -329,14 +341,14 @@ def run_tests(checkout: Path, names: Sequence[str], log: Path, *options: str) ->
             output = os.open(log, os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            os.chdir(checkout)
+            os.chdir(checkout / root)
             sys.path.insert(0, str(checkout))
             os.environ["PYTHONPATH"] = str(checkout)
             sys.dont_write_bytecode = True
             os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
             import pytest
 
-            code = int(pytest.main(["--rootdir", str(checkout), f"@{listed}"]))
+            code = int(pytest.main(["--rootdir", str(checkout / root), f"@{listed}"]))
             sys.stdout.flush()
         except BaseException:
             traceback.print_exc()
@@ -373,7 +385,7 @@ def outcome(mutant: Mutant, suite: Suite, checkout: Path) -> dict[str, Any]:
             if not names:
                 continue
             num_tests += len(names)
-            ended = run_tests(checkout, names, log)
+            ended = run_tests(checkout, suite.root, names, log)
             if ended != "passed":
                 result = "killed" if ended == "failed" else "timed out"
                 break
@@ -390,16 +402,10 @@ def outcome(mutant: Mutant, suite: Suite, checkout: Path) -> dict[str, Any]:
 
 def preload() -> None:
     """Import what tests import and no mutant changes; no device is touched."""
-    import flax.nnx
-    import grain
-    import hypothesis
-    import jax
-    import matplotlib
-    import optax
-    import orbax.checkpoint
-    import pytest
-
-    del flax, grain, hypothesis, jax, matplotlib, optax, orbax, pytest
+    names = "pytest torch jax flax.nnx grain hypothesis matplotlib optax orbax.checkpoint"
+    for name in names.split():
+        with contextlib.suppress(ModuleNotFoundError):
+            import_module(name)
 
 
 def copy_of(checkout: Path, cache: Path) -> Path:
@@ -430,7 +436,8 @@ def run(
 
     copy = copies.get()
     log = copy / "collected.log"
-    run_tests(copy, ["tests"], log, "--collect-only")
+    listed = ["tests"] if suite.root == "." else ["."]
+    run_tests(copy, suite.root, listed, log, "--collect-only")
     suite.keep_only(log.read_text("utf-8").splitlines())
     copies.put(copy)
 
@@ -461,23 +468,31 @@ def main() -> None:
     drawing.add_argument("--package", nargs="+", default=["jaxslowmo"], help="folders to draw from")
     trying = commands.add_parser("run")
     trying.add_argument("mutants", type=Path)
-    trying.add_argument("--coverage", type=Path, required=True, help="of --cov-context=test")
+    trying.add_argument("--coverage", type=Path, help="of --cov-context=test")
     trying.add_argument("--times", type=Path, required=True, help="junit file of the same run")
+    trying.add_argument("--of", nargs="+", default=["jaxslowmo"], help="the mutated folders")
+    trying.add_argument("--suite", default=".", help="the folder of the suite's configuration")
     trying.add_argument("--checkout", type=Path, default=ROOT, help="whose tests are run")
     trying.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     if arguments.command == "draw":
         drawn = draw(arguments.seed, arguments.count, arguments.package)
-        print(json.dumps([mutant._asdict() for mutant in drawn], indent=1))
+        entries = [{"seed": arguments.seed, "mutant": mutant._asdict()} for mutant in drawn]
+        print(json.dumps(entries, indent=1))
         return
     entries = json.loads(arguments.mutants.read_text("utf-8"))
-    # Both what `draw` prints and tests/sharpness.json, which has outcomes beside each mutant.
-    mutants = [Mutant(**entry.get("mutant", entry)) for entry in entries]
-    suite = Suite(arguments.coverage, arguments.times)
+    open_entries = {
+        Mutant(**entry["mutant"]): entry
+        for entry in entries
+        if "outcome" not in entry and entry["mutant"]["path"].startswith(tuple(arguments.of))
+    }
+    suite = Suite(arguments.coverage, arguments.times, arguments.suite)
     preload()
-    for mutant, record in run(mutants, suite, arguments.checkout.absolute(), arguments.workers):
-        print(json.dumps({"mutant": mutant._asdict(), **record}), flush=True)
-        print(f"{record['outcome']:9} {key(mutant)}", file=sys.stderr, flush=True)
+    checkout = arguments.checkout.absolute()
+    for mutant, record in run(list(open_entries), suite, checkout, arguments.workers):
+        open_entries[mutant]["outcome"] = record["outcome"]
+        arguments.mutants.write_text(json.dumps(entries, indent=1) + "\n", "utf-8")
+        print(f"{record['outcome']:9} {key(mutant)} {record.get('by', '')}", flush=True)
 
 
 if __name__ == "__main__":
