@@ -41,7 +41,6 @@ SCHEDULES = {
     "an unknown warm-up": of_kind("interleaved", "`warm_up`", "some", warm_up="some"),
     "no room for a chunk": of_kind("lockstep", "`most_stash`", 1, num_chunks=2, most_stash=1),
     "a negative time": timed("forward", -1, -1),
-    "times of no stage": timed("backward_weight", [1, 2, 3], "got 3"),
     "only zeros": Refusal(
         lambda: simulate(forward=0, backward_input=0, backward_weight=0), "`backward_weight`", 0
     ),
@@ -52,42 +51,30 @@ def rows(table, argument, value="", **options):
     return Refusal(lambda: from_table(table, **options), argument, value)
 
 
-def changed(schedule, argument, value, **change):
-    return Refusal(lambda: dataclasses.replace(schedule, **change), argument, value)
-
-
 TABLES = {
     "one string": rows("0F0,0B0", "`rows`", "0F0,0B0"),
     "an unknown letter": rows(["0F0,0X0"], "column 1 of stage 0", "0X0"),
     "a stage on two devices": rows(["0F0,0B0,1F0", "1B0"], "stage 1 of the model", "0 and 1"),
     "a gap in the model": rows(["0F0,0B0", "2F0,2B0"], "stage 1"),
-    "uneven chunks": rows(["0F0,1F0,1B0,0B0", "2F0,2B0"], "2 times"),
     "a missing backward pass": rows(["0F0,0F1,0B0"], "microbatch 1 on stage 0", "not 0"),
     "F twice": rows(["0F0,0F0,0B0"], "(F) of microbatch 0", "not 2"),
-    "no W": rows(["0F0,0I0"], "(W or B)", "not 0"),
     "B before F in a column": rows(["0F0,(0B0;0F1)OVERLAP_F_B,0B1"], "stage 0", ["BW", "F"]),
     "B before its F": rows(["0B0,0F0"], "0B0", "0F0"),
     "stages that wait for each other": rows(
         ["0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1"], "0B0 for 1B0", "1F1"
     ),
-    "a microbatch too many": changed(
-        js.schedules.gpipe(1, 2), "`microbatch`", "microbatch=1", num_microbatches=1
+    "a stage that is placed twice": Refusal(
+        lambda: dataclasses.replace(js.schedules.gpipe(2, 1), placement=(0, 0)), "`placement`"
     ),
-    "a stage that is placed twice": changed(
-        js.schedules.gpipe(2, 1), "`placement`", (0, 0), placement=(0, 0)
-    ),
-    "too few rows": changed(js.schedules.gpipe(2, 1), "`cells`", 1, cells=((),)),
 }
 
 uniform, balanced, by_cost = js.partition_uniform, js.partition_balanced, js.partition_by_cost
 flops, counted = js.pipeline.layer_flops, js.pipeline.count_layer_params
 PARTITIONS = {
     "negative weights": Refusal(lambda: balanced([3, -1, 2, -4], 2), "`weights`", "-4 for layer 3"),
-    "weights of several dimensions": Refusal(lambda: balanced([[1], [2]], 2), "`weights`"),
     "fewer layers than blocks": Refusal(lambda: by_cost([1, 2, 3], 2, 2), "`num_chunks`=2", "3 l"),
     "endless costs": Refusal(lambda: by_cost([1, math.inf], 2), "`costs`", "inf for layer 1"),
     "a tree of one layer": Refusal(lambda: counted({"a": np.zeros(3)}), "`layers`", "dict"),
-    "more trees than layers": Refusal(lambda: flops([len], [{}, {}], np.zeros(3)), "`params`", 2),
 }
 
 
@@ -119,10 +106,6 @@ def layer(one):
     return layered(layers=[one])(WEIGHTS[:1], X)
 
 
-def stated(states):
-    return layered(layers=[stateful])(WEIGHTS[:1], X, model_state=states)
-
-
 def stateful(params, x, *, state):
     return x
 
@@ -134,7 +117,6 @@ MODELS = {
         lambda: layer(eqx.nn.Linear(2, 3, key=jax.random.key(0))), "layer 0", "too many positional"
     ),
     "a third argument": Refusal(lambda: layer(lambda w, x, mask: x), "layer 0", "'mask'"),
-    "another name to take": Refusal(lambda: layered(takes=("rng",)), "`takes`", ("rng",)),
     "a key that a layer lacks": Refusal(
         lambda: layered(takes=[(), ("key",), ()]), "`takes`", "dense"
     ),
@@ -142,7 +124,6 @@ MODELS = {
         lambda: layered(layers=[stateful], takes=("key",)), "`takes`", "stateful"
     ),
     "a tie beyond the model": Refusal(lambda: tied([(0, "w"), (3, "w")]), "`tied`", 3),
-    "a tie of one": Refusal(lambda: tied([(0, "w")]), "`tied`", (0, "w")),
     "a leaf in two ties": Refusal(lambda: tied([(0, "w"), (1, "w")] * 2), "`tied`", (1, "w")),
     "a tie of no leaf": Refusal(lambda: tied([(0, "w"), (1, "v")]), "'v' of layer 1", "w"),
     "a tie of other shapes": Refusal(lambda: tied([(0, "w"), (1, "w")]), "layer 1", "[3, 3]"),
@@ -152,9 +133,9 @@ MODELS = {
         f"{x!r} as loss": Refusal(functools.partial(valued, x), "`loss`", dtype)
         for x, dtype in [(2, "int32"), (True, "bool"), (1j, "complex64"), ((2, 4.0), "int32")]
     },
-    "an array as metric": Refusal(lambda: valued((1.0, {"a": X})), "`loss`", "float32[4, 2]"),
-    "state that is not returned": Refusal(lambda: stated([{}]), "layer 0", "state"),
-    "state of other layers": Refusal(lambda: stated([{}] * 3), "`model_state`", 3),
+    "state that is not returned": Refusal(
+        lambda: layered(layers=[stateful])(WEIGHTS[:1], X, model_state=[{}]), "layer 0", "state"
+    ),
 }
 
 MODEL, PARAMS = language_model(2)
@@ -176,11 +157,6 @@ def called(batch, stacked=None, **options):
     return jax.eval_shape(lambda stacked: made(stacked, batch, **options), stacked)
 
 
-def of_batch():
-    params = [{"w": np.ones((2, 2), np.float32)}] * 4
-    return jax.grad(pipe(model=layered(layers=[dense] * 4), params=params), argnums=1)(params, X)
-
-
 def elsewhere():
     mesh = js.make_mesh({"stage": 2})
     with mock.patch.object(jax, "process_index", return_value=1):
@@ -193,10 +169,9 @@ def mapped():
     return jax.eval_shape(fn, made.layout.types)
 
 
-def stepped(params=PARAMS, **options):
+def stepped(params):
     made = pipe((("replica", 2), ("stage", 2)))
-    step = js.make_train_step(made, optax.sgd(0.1), sync="none", mesh=made.mesh, **options)
-    step(step.init(params), tokens(16))
+    js.make_train_step(made, optax.sgd(0.1), sync="none", mesh=made.mesh).init(params)
 
 
 def searching():
@@ -238,16 +213,12 @@ PIPELINES = {
     "an unknown axis of stages": made("`axis_name`", "pipe", axis_name="pipe"),
     "a data axis twice": made("`data_axes`", "('fsdp', 'fsdp')", FOUR, data_axes=("fsdp",) * 2),
     "an unknown memory": made("`batch_memory`", "disk", batch_memory="disk"),
-    "a scale of 0": made("`gradient_scale`", 0.0, gradient_scale=0.0),
     "more stages than layers": made(
         "8 stages", "4 layers", (("stage", 8),), js.schedules.gpipe(8, 8)
     ),
     "parts of one stage": made("`parts`", [[(0, 4)]], parts=[[(0, 4)]]),
-    "a stage without layers": made("`parts`", "[4, 4", parts=[[(0, 4)], [(4, 4)]]),
     "parts that end early": made("`parts`", "4 layers", parts=[[(0, 2)], [(2, 3)]]),
-    "specs of another tree": made("structure", "dict", param_specs={"a": P()}),
     "specs over stages": made("`param_specs`", "stage", FOUR, param_specs=P("stage")),
-    "specs of more dimensions": made("`param_specs`", "2 d", FOUR, param_specs=P(None, None, "a")),
     "specs that do not divide": made(
         "`param_specs`", "dimension of 6", (("stage", 2), ("fsdp", 4)), param_specs=UP
     ),
@@ -270,16 +241,14 @@ CALLS = {
     "a number as key": Refusal(lambda: called(tokens(8), rng=3), "PRNG key", "ndim=0", TypeError),
     "too few trees": Refusal(lambda: called(tokens(8), PARAMS[1:]), "`params`", 3),
     "another layout": Refusal(lambda: called(tokens(8), pipe().layout.types), "`stacked`"),
-    "a gradient of the batch": Refusal(of_batch, "`batch`"),
     "second derivatives of tied leaves": Refusal(twice_tied, "`tied`"),
     "stages that are mapped already": Refusal(mapped, "`axis_name`", "stage"),
     "gradients without backward passes": Refusal(forward_only, "gpipe"),
     "the host inside of jit": Refusal(
         lambda: jax.jit(pipe(executor="host"))(PARAMS, tokens(8)), "`executor`", "jax.jit"
     ),
-    "updates that do not divide": Refusal(lambda: stepped(accumulate=3), "`accumulate`", 3),
     "integers that a step would train": Refusal(
-        lambda: stepped(params=with_leaf("count", np.int32(1))), "0/count", "int32"
+        lambda: stepped(with_leaf("count", np.int32(1))), "0/count", "int32"
     ),
     "a line search on the host": Refusal(searching, "`value_fn`", "`executor`"),
 }
@@ -292,22 +261,20 @@ def stage():
     return js.pipeline.split_stage(lambda w, x, _: dense(w, x), WEIGHTS[1], ONES, None)
 
 
-def other_cotangent():
-    program = stage()
-    _, stash = program.forward(WEIGHTS[1], ONES, None)
-    program.backward(WEIGHTS[1], None, stash, ONES > 0)
-
-
 def loss_stage(result):
     return js.pipeline.split_stage(lambda w, x, m: result, {}, jnp.ones(3), None, loss=True)
 
 
 STAGES = {
-    "another shape": Refusal(lambda: stage().forward(WEIGHTS[1], ONES[:2], None), "leaf 0", [2, 3]),
-    "another dtype": Refusal(other_cotangent, "`y`", "bool"),
-    "an array as loss": Refusal(lambda: loss_stage(jnp.ones(3)), "`loss=True`", "[3]"),
+    "another shape": Refusal(
+        lambda: stage(lambda w, x, _: dense(w, x)).forward(WEIGHTS[1], ONES[:2], None),
+        "leaf 0",
+        [2, 3],
+    ),
+    "an array as loss": Refusal(
+        lambda: stage(lambda w, x, _: jnp.ones(3), loss=True), "`loss=True`", "[3]"
+    ),
 }
-
 ALL = {
     "schedule": SCHEDULES,
     "table": TABLES,

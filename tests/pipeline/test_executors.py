@@ -1,7 +1,7 @@
 """Both executors of a pipeline behave alike, and as the model without stages."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint import Checkpoints, export_consensus, load_consensus
-from support.exhaustive import sweep
 from support.layered import assert_close, language_model, tokens
 
 ONE_F_ONE_B = js.schedules.one_f_one_b(2, 2)
@@ -40,29 +39,16 @@ def trained(step: Any, params: Any = PARAMS, steps: int = 5) -> Any:
     """Return the state after some steps, and the metrics of each."""
     state, losses = step.init(params), []
     for t in range(steps):
-        batch = {
-            **tokens(16, seed=t),
-            "update": np.float32(t),
-        }  # the number is that of all examples
+        batch = {**tokens(16, seed=t), "update": np.float32(t)}  # a number of all examples
         state, metrics = step(state, batch)
         losses.append(jax.tree.map(np.asarray, metrics))
     return state, losses
 
 
-class Run(NamedTuple):
-    """A step with Adam and SlowMo, and the metrics and consensus of its first steps."""
-
-    step: Any
-    metrics: Any
-    consensus: Any
-
-
 @functools.cache
-def run_of(executor: str) -> Run:
-    """Return the run that several tests share; "" is that without stages."""
-    step = step_of(pipeline(executor) if executor else MODEL)
-    state, metrics = trained(step)
-    return Run(step, metrics, step.consensus(state))
+def step_with_slowmo(executor: str) -> Any:
+    """Return the step that several tests share; "" is that without stages."""
+    return step_of(pipeline(executor) if executor else MODEL)
 
 
 @pytest.fixture(params=EXECUTORS)
@@ -70,21 +56,18 @@ def executor(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@functools.cache
-def updated_by_windows(executor: str) -> Any:
-    """Return what a step gives for two windows of batches, and the consensus behind them."""
-    step = run_of(executor).step
-    state = step.init(PARAMS)
-    window, first = step.collect(state, tokens(16, seed=1))
-    window, _ = step.collect(state, tokens(16, seed=2), window=window)
-    state, second = step(state, tokens(16, seed=3), window=window)
-    window, _ = step.collect(state, tokens(16, seed=4))
-    state, third = step.apply(state, window)
-    return first, second, third, step.evaluate(state, tokens(16)), step.consensus(state)
-
-
 def test_windows_of_batches_become_one_update(executor: str) -> None:
-    assert_close(updated_by_windows(executor), updated_by_windows(""))
+    def updated(step: Any) -> Any:
+        """Return what a step gives for two windows of batches, and the consensus behind them."""
+        state = step.init(PARAMS)
+        window, first = step.collect(state, tokens(16, seed=1))
+        window, _ = step.collect(state, tokens(16, seed=2), window=window)
+        state, second = step(state, tokens(16, seed=3), window=window)
+        window, _ = step.collect(state, tokens(16, seed=4))
+        state, third = step.apply(state, window)
+        return first, second, third, step.evaluate(state, tokens(16)), step.consensus(state)
+
+    assert_close(updated(step_with_slowmo(executor)), updated(step_with_slowmo("")))
 
 
 BY_LOSS = optax.GradientTransformationExtraArgs(
@@ -94,7 +77,6 @@ BY_LOSS = optax.GradientTransformationExtraArgs(
         state,
     ),
 )
-ALL = js.all_reduce_gradients("replica")
 POLICY = js.gradients.Policy("bfloat16", keep=("tokens",))
 BESIDE = {
     "the loss is told": (BY_LOSS, {"sync": "none"}, 1e-5),
@@ -103,11 +85,7 @@ BESIDE = {
 
 
 @pytest.mark.parametrize(
-    ("name", "executor"),
-    sweep(
-        [(name, executor) for name in BESIDE for executor in EXECUTORS],
-        lambda name, executor: (name == "the loss is told") == (executor == "one_program"),
-    ),
+    ("name", "executor"), [("the loss is told", "one_program"), ("gossip in 16 bits", "host")]
 )
 def test_what_stands_beside_acts_as_without_stages(name: str, executor: str) -> None:
     optimizer, options, tolerance = BESIDE[name]
@@ -119,9 +97,10 @@ def test_what_stands_beside_acts_as_without_stages(name: str, executor: str) -> 
     assert_close(*results, tolerance)
 
 
-def test_a_bad_value_of_one_replica_is_left_out(executor: str) -> None:
+def test_a_bad_value_of_one_replica_is_left_out() -> None:
     optimizer = js.dynamic_loss_scale(optax.sgd(0.1, momentum=0.9), initial=1.0)
-    step = step_of(pipeline(executor), optimizer, gradients=ALL, donate=False)
+    gradients = js.all_reduce_gradients("replica")
+    step = step_of(pipeline("one_program"), optimizer, gradients=gradients, donate=False)
     state = step.init(PARAMS)
     broken = jax.tree.map(lambda x: x.at[1, -1, 0].set(jnp.nan), state.params)
     after, metrics = step(state._replace(params=broken), tokens(16))
@@ -190,30 +169,22 @@ def test_microbatches_may_wait_on_the_host_and_backward_passes_be_split() -> Non
     assert_close(pipe(PARAMS, batch), expected[0])
 
 
-def resumed(folder: Any, *others: str) -> list[Any]:
-    """Save a run of the host, go on with other executors, and return metrics and parameters."""
-    step, batch, results = run_of("host").step, tokens(16, seed=9), []
+def test_checkpoints_resume_with_either_executor_and_without_stages(tmp_path: Any) -> None:
+    step, batch, results = step_with_slowmo("host"), tokens(16, seed=9), []
     state, _ = trained(step, steps=3)
-    with Checkpoints(folder) as checkpoints:
+    with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, wait=True)
-        for other in (run_of(one).step for one in others):
+        for other in (step_with_slowmo(one) for one in ("host", "one_program", "")):
             restored = checkpoints.restore(other, PARAMS)
             assert restored.is_exact
             after, metrics = other(restored.state, batch)
             results.append((metrics, other.consensus(after)))
-    return results
-
-
-def test_checkpoints_resume_with_either_executor(tmp_path: Any) -> None:
-    assert_close(*resumed(tmp_path, "one_program", "host"))
-
-
-def test_checkpoints_resume_without_stages(tmp_path: Any) -> None:
-    assert_close(*resumed(tmp_path, "host", ""))
+    assert_close(results[1], results[0])
+    assert_close(results[2], results[0])
 
 
 def test_an_export_is_of_the_models_own_tree(tmp_path: Any) -> None:
-    step = run_of("host").step
+    step = step_with_slowmo("host")
     state, _ = trained(step, steps=1)
     export_consensus(tmp_path / "model", state.params, mesh=step.mesh)
     exported = load_consensus(tmp_path / "model", like=PARAMS)
@@ -224,20 +195,11 @@ def test_an_export_is_of_the_models_own_tree(tmp_path: Any) -> None:
     assert_close(pipeline("host")(buffers, tokens(8)), MODEL(exported, tokens(8)))
 
 
-def test_a_train_pipeline_feeds_the_same_batches() -> None:
-    step, _, expected = run_of("host")
-    batches = [tokens(16, seed=t) for t in range(5)]
-    with js.TrainPipeline(step, step.init(PARAMS), batches, depth=2) as feed:
-        results = list(js.train_loop(feed))
-    assert_close(step.consensus(results[-1].state), expected, 0)
-
-
 def test_a_step_leaves_no_further_arrays_alive(executor: str) -> None:
-    step = run_of(executor).step
+    step = step_with_slowmo(executor)
     state, counts = step.init(PARAMS), []
-    for t in range(
-        40
-    ):  # the losses of the last steps are held, up to eight, of which four go at once
+    # The losses of the last steps are held, up to eight, of which four go at once.
+    for t in range(40):
         state, metrics = step(state, tokens(16, seed=t))
         del metrics
         counts.append(len(jax.live_arrays()))
@@ -246,14 +208,14 @@ def test_a_step_leaves_no_further_arrays_alive(executor: str) -> None:
 
 
 def test_the_report_counts_what_each_kind_of_step_sends(executor: str) -> None:
-    step = run_of(executor).step
+    step = step_with_slowmo(executor)
     report = js.comm_report(step, step.init(PARAMS), tokens(16))
     assert report.count(axis="replica", kind="local") == 0
     assert report.count(axis="replica", kind="slow", collective="reduce-scatter") == 1
     assert report.count(axis="replica", kind="slow", collective="all-gather") == 1
 
 
-def test_steps_of_layers_with_keys_and_state_are_compiled_without_running(executor: str) -> None:
+def test_steps_of_layers_with_keys_and_state_are_compiled_without_running() -> None:
     """A layer that runs would count; batches are arrays, and then types."""
     ran = []
 
@@ -264,7 +226,7 @@ def test_steps_of_layers_with_keys_and_state_are_compiled_without_running(execut
 
     model = js.LayeredModel([drawn, drawn], lambda out, batch: jnp.mean(out**2))
     params, states = [{"w": np.float32(1)}] * 2, [{"seen": np.float32(0)}] * 2
-    pipe = pipeline(executor, model, params, model_state=states)
+    pipe = pipeline("host", model, params, model_state=states)
     step = step_of(pipe, optax.sgd(0.1))
     state, batch = step.init(params, model_state=states), np.ones((8, 2), np.float32)
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)

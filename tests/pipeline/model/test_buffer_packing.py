@@ -5,7 +5,7 @@ import itertools
 import hypothesis.strategies as st
 import jax
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,6 +14,7 @@ import jaxslowmo as js
 SPECS = [P(), P("fsdp"), P(None, "tensor"), P(("tensor", "fsdp")), P("tensor", "fsdp")]
 
 
+@settings(max_examples=8)
 @given(st.data())
 def test_a_device_has_its_part_of_its_stages_leaves_and_no_more_than_the_fullest(data):
     schedule = data.draw(

@@ -1,6 +1,5 @@
 """A model of layers equals the same written as one function."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,13 +32,7 @@ def test_the_model_is_its_layers_one_after_the_other_and_the_loss():
     whole = js.LayeredModel([first, middle, last], squared)
     found = whole(PARAMS, BATCH)
     output = np.tanh(np.tanh(BATCH["x"] @ PARAMS[0]["w"]) @ PARAMS[1]["w"]) @ PARAMS[2]["w"]
-    assert_close(
-        found,
-        (
-            np.mean((output - 1) ** 2),
-            {"bias": np.mean(output - 1)},
-        ),
-    )
+    assert_close(found, (np.mean((output - 1) ** 2), {"bias": np.mean(output - 1)}))
     x = whole.stage(0, 1)(PARAMS[:1], None, BATCH)
     assert whole.stage(1, 3)(PARAMS[1:], x, BATCH).loss(1).to_output(as_quotient=False) == found
 
@@ -53,12 +46,3 @@ def test_layers_with_a_key_draw_their_own_and_the_same_again():
     clean, drawn = whole(params, BATCH), whole(params, BATCH, rng=key)
     noise = [jax.random.normal(jax.random.fold_in(key, i), (4, 3)).mean() for i in (1, 2)]
     assert_close(drawn, clean + sum(noise))
-
-
-def test_the_whole_model_takes_modules_with_functions():
-    modules = [eqx.nn.MLP(n, 3, 4, 1, key=jax.random.key(n)) for n in (2, 3)]
-    model = js.LayeredModel([lambda module, x: jax.vmap(module)(x)] * 2, lambda x, _: jnp.mean(x))
-    arrays, static = eqx.partition(modules, eqx.is_array)
-    grads = jax.grad(lambda a: model(eqx.combine(a, static), BATCH["x"]))(arrays)
-    assert_close(eqx.filter_grad(model)(modules, BATCH["x"]), grads)
-    assert jax.tree.leaves(grads)[0].any()

@@ -21,38 +21,20 @@ NAME = "float32/fsdp"
 
 
 def alike(tree, other):
-    def same(x, y):
-        if isinstance(x, jax.ShapeDtypeStruct):
-            assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        else:
-            np.testing.assert_array_equal(x, y)
-
-    jax.tree.map(same, tree, other)
-
-
-def layout_on(mesh):
-    specs = [jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), "fsdp"), layer) for layer in PARAMS]
-    parts = [[(0, 2)], [(2, 5)]]  # the embedding and a block; two blocks and the head
-    schedule = js.schedules.gpipe(2, 2)
-    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, parts=parts, param_specs=specs)
-    return pipe.layout
+    jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
 @pytest.fixture(scope="module")
 def layout(mesh_of):
-    return layout_on(mesh_of({"replica": 2, "stage": 2, "fsdp": 2}))
+    specs = [jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), "fsdp"), layer) for layer in PARAMS]
+    parts = [[(0, 2)], [(2, 5)]]  # the embedding and a block; two blocks and the head
+    options = {"mesh": mesh_of({"replica": 2, "stage": 2, "fsdp": 2}), "param_specs": specs}
+    return js.pipelined(MODEL, PARAMS, js.schedules.gpipe(2, 2), parts=parts, **options).layout
 
 
 @pytest.fixture(scope="module")
 def stacked(layout):
     return layout.stack(PARAMS)
-
-
-def test_a_norm_counts_a_shared_parameter_once(stacked):
-    wanted = np.sqrt(sum((np.float64(x) ** 2).sum() for x in jax.tree.leaves(PARAMS[:4])))
-    clip = js.clip_by_global_norm(1.0)
-    _, state = jax.jit(clip.update)(stacked, clip.init(stacked))
-    np.testing.assert_allclose(state.norm, wanted, rtol=1e-6)
 
 
 def test_arrays_wherever_they_are_traced_ones_and_types_are_stacked_alike(stacked, layout):
@@ -67,7 +49,7 @@ def test_arrays_wherever_they_are_traced_ones_and_types_are_stacked_alike(stacke
     types = layout.stack(jax.eval_shape(lambda: PARAMS))
     assert types[NAME].shape == buffer.shape == (2, 2, (2 * (16 + 4) + 24) // 2)
     assert types[NAME].sharding.spec == P("stage", "fsdp", None)
-    alike(jax.eval_shape(lambda: PARAMS), layout.unstack(types))
+    assert jax.eval_shape(layout.unstack, types) == jax.eval_shape(lambda: PARAMS)
 
 
 def test_moments_of_a_run_are_read_as_those_of_layers(stacked, layout):

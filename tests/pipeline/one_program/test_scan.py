@@ -7,14 +7,7 @@ import pytest
 
 import jaxslowmo as js
 from jaxslowmo.pipeline import _one_program
-from support.exhaustive import sweep
-from support.layered import assert_gradients_alike, language_model, tokens
-
-schedules = js.schedules
-USUAL = [
-    ("one_f_one_b", 4, True, False), ("zbv", 2, False, True), ("interleaved", 2, True, False),
-    ("lockstep", 2, False, False),
-]  # fmt: skip
+from support.layered import assert_close, language_model, tokens
 
 
 @pytest.fixture(autouse=True)
@@ -37,27 +30,29 @@ def padded_with_nan(pipe, params):
 
 def run(mesh_of, kind, stages, tied, remat):
     chunks = 2 if kind in ("interleaved", "zbv") else None
-    schedule = schedules.by_name(kind, stages, 2 * stages, chunks)
-    model, params = language_model(14 if stages == 8 else 6, tied=tied)
+    schedule = js.schedules.by_name(kind, stages, 2 * stages, chunks)
+    model, params = language_model(6, tied=tied)
     mesh = mesh_of({"stage": schedule.num_stages})
     pipe = js.pipelined(model, params, schedule, mesh=mesh, remat=remat)
     stacked = padded_with_nan(pipe, params)
     assert sum(np.isnan(x).sum() for x in stacked.values()) == pipe.layout.num_padding
-    assert_gradients_alike(pipe, model, params, tokens(2 * schedule.num_microbatches), stacked)
+    batch = tokens(2 * schedule.num_microbatches)
+    values, grads = jax.jit(jax.value_and_grad(pipe, has_aux=True))(stacked, batch)
+    known, expected = jax.jit(jax.value_and_grad(model, has_aux=True))(params, batch)
+    assert_close((values, pipe.layout.unstack(grads)), (known, expected))
+    # Of everything, padding included: a sum that was scaled or counted twice would show.
+    norms = [np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(t))) for t in (grads, expected)]
+    np.testing.assert_allclose(*norms, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("kind", "stages", "tied", "remat"),
-    sweep(
-        [
-            (kind, stages, tied, remat)
-            for kind in schedules.KINDS
-            for stages in (1, 2, 4, 8)
-            for tied in (False, True)
-            for remat in (False, True)
-        ],
-        lambda *case: case in USUAL,
-    ),
+    [
+        ("one_f_one_b", 4, True, False),
+        ("zbv", 2, False, True),
+        ("interleaved", 2, True, False),
+        ("lockstep", 2, False, False),
+    ],
 )
 def test_gradients_are_those_of_the_model(mesh_of, kind, stages, tied, remat):
     run(mesh_of, kind, stages, tied, remat)

@@ -2,10 +2,7 @@
 
 import json
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import jaxslowmo as js
 from support.bad_input import warning_messages
@@ -40,20 +37,6 @@ def test_a_warning_says_which_stages_hold_nothing():
     assert "chunk 1" in second
 
 
-@given(st.lists(st.integers(0, 30), min_size=7, max_size=14), st.integers(1, 3), st.integers(1, 2))
-def test_balanced_blocks_follow_each_other_and_none_is_empty(weights, num_stages, num_chunks):
-    parts = js.partition_balanced(weights, num_stages, num_chunks)
-    assert [len(blocks) for blocks in parts] == [num_chunks] * num_stages
-    in_order = [parts[k % num_stages][k // num_stages] for k in range(num_stages * num_chunks)]
-    ends = [end for _, end in in_order]
-    assert [start for start, _ in in_order] == [0, *ends[:-1]]
-    assert ends[-1] == len(weights)
-    assert all(start < end for start, end in in_order)
-
-
 def test_any_integers_are_weights():
-    wanted = js.partition_balanced([5, 1, 1, 1, 4], 2)
-    assert wanted == [[(0, 2)], [(2, 5)]]
-    assert js.partition_balanced(np.array([5, 1, 1, 1, 4], np.uint8), 2) == wanted
-    # Sums of these overflow NumPy's integers.
-    assert js.partition_balanced((w * 2**60 for w in [5, 1, 1, 1, 4]), 2) == wanted
+    """Sums of these overflow NumPy's integers."""
+    assert js.partition_balanced((w * 2**60 for w in [5, 1, 1, 1, 4]), 2) == [[(0, 2)], [(2, 5)]]

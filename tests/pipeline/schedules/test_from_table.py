@@ -12,18 +12,10 @@ def test_a_table_is_read_as_it_is_printed():
     assert schedule.rows[1][:2] == (None, Operation("F", 1, 0, 0))
 
 
-def test_placement_is_read_off_the_rows():
-    v = js.schedules.zbv(2, 3)
-    assert js.schedules.from_table(v.orders(), name="zbv") == v
-    assert v.placement == (0, 1, 1, 0)
-    round_robin = js.schedules.interleaved(2, 2, 2)
-    assert js.schedules.from_table(round_robin.orders(), name="interleaved") == round_robin
-
-
-def test_a_forward_only_table():
-    schedule = js.schedules.from_table(["0F0,0F1", ",1F0,1F1"])
-    assert schedule.forward_only
-    assert schedule.simulate().bubble == 0
+def test_placement_and_forward_only_are_read_off_the_rows():
+    for made in (js.schedules.zbv(2, 3), js.schedules.gpipe(2, 2, forward_only=True)):
+        assert js.schedules.from_table(made.orders(), name=made.name) == made
+    assert js.schedules.zbv(2, 3).placement == (0, 1, 1, 0)
 
 
 def test_an_overlap_shares_a_tick_where_it_can():

@@ -64,14 +64,6 @@ def test_no_table_of_a_small_pipeline_is_shorter(data):
     assert found == pytest.approx(least_time(p, m, costs, most))
 
 
-@pytest.mark.parametrize("limit", [4, 7])
-def test_no_worse_than_other_kinds_in_lockstep(limit):
-    """Than ZB-H1 and ZB-H2, which are made for stages that run freely, and 1F1B: 0.158."""
-    table = js.schedules.lockstep(4, 16, most_stash=limit)
-    assert max(table.stash) <= limit
-    assert round(table.simulate(lockstep=True).bubble, 3) <= 0.059
-
-
 numbers = st.integers(0, 8).map(lambda n: n / 4)
 
 
@@ -98,15 +90,6 @@ def test_within_the_limit_and_no_worse_than_one_f_and_one_b(data):
     assert again == table
 
 
-def test_without_times_it_is_good_for_many():
-    """No worse than ticks of one F and one B also under times that it was not made for."""
-    for p, m in ((2, 3), (4, 8)):
-        table = js.schedules.lockstep(p, m)
-        for costs in ((1, 1, 1), (29.7, 29.4, 19.9), (1, 2, 1), (1, 1, 0.5), (1, 3, 1)):
-            time = table.simulate(**times(*costs), lockstep=True).time
-            assert time <= (m + p - 1) * sum(costs) + 1e-9
-
-
 def test_a_column_of_f_and_one_of_b_are_one_tick():
     """Where W takes no time of its own, nothing beats ticks of one F and one B."""
     table = js.schedules.lockstep(3, 5, send=1.0, backward_weight=0.0)
@@ -119,4 +102,5 @@ def test_the_default_limit_is_that_of_ticks_of_one_f_and_one_b():
     assert max(js.schedules.lockstep(3, 9).stash) <= 5
     assert max(js.schedules.lockstep(2, 4, 2).stash) <= 6
     assert js.schedules.lockstep(3, 6, most_stash=1).stash == (1, 1, 1)
-    assert js.schedules.lockstep(4, 8) == js.schedules.lockstep(4, 8)
+    # Less than of ZB-H1 and ZB-H2, which are made for stages that run freely, and of 1F1B: 0.158.
+    assert round(js.schedules.lockstep(4, 16).simulate(lockstep=True).bubble, 3) <= 0.059

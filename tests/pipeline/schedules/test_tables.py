@@ -1,15 +1,12 @@
 """Every table keeps what a replay of its operations needs."""
 
-import ast
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.pipeline import schedules as package
 from pipeline.schedules.replay import all_once, replayed
 
 
@@ -37,7 +34,7 @@ quarters = st.integers(1, 20).map(lambda n: n / 4)
 LETTERS = {"F": "F", "B": "I", "W": "W", "BW": "B"}
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(any_schedules(), st.data(), quarters.map(lambda x: x - 0.25))
 def test_a_table_runs_as_its_replay_does(schedule, data, send):
     """Everything once; stash, messages and times as in a replay; ticks that keep all orders."""
@@ -45,6 +42,10 @@ def test_a_table_runs_as_its_replay_does(schedule, data, send):
     times = [data.draw(st.lists(quarters, min_size=count, max_size=count)) for _ in "FBW"]
     of = dict(zip("FIW", times, strict=True))
     of["B"] = [b + w for b, w in zip(*times[1:], strict=True)]
+    first, *lines = str(schedule).splitlines()
+    assert first.startswith(f"{schedule.name}: {schedule.num_stages} stages")
+    printed = [line.partition(":")[2].split() for line in lines]
+    assert printed == [[x for x in row.split(",") if x] for row in schedule.orders()]
     replay = replayed(schedule.orders(), count, lambda k, letter: of[letter][k], send)
     assert all_once(schedule, replay.done)
     idle = (0,) * schedule.num_stages
@@ -95,20 +96,3 @@ def test_a_kind_by_its_name():
     made = js.schedules.by_name("interleaved", 2, 4, 2, warm_up="all")
     assert made == js.schedules.interleaved(2, 4, 2, warm_up="all")
     assert len({made, js.schedules.gpipe(2, 2), js.schedules.gpipe(2, 2)}) == 2
-
-
-def test_no_source_imports_jax():
-    for path in Path(package.__file__).parent.rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        names = [x.name for node in nodes if isinstance(node, ast.Import) for x in node.names]
-        names += [x.module for x in nodes if isinstance(x, ast.ImportFrom) and not x.level]
-        assert not {name.split(".")[0] for name in names} & {"jax", "jaxlib", "optax"}, path
-
-
-@given(any_schedules())
-def test_it_is_printed_row_by_row(schedule):
-    first, *lines = str(schedule).splitlines()
-    assert first.startswith(f"{schedule.name}: {schedule.num_stages} stages")
-    assert [line.split(": ")[0] for line in lines] == [*map(str, range(schedule.num_stages))]
-    for line, row in zip(lines, schedule.orders(), strict=True):
-        assert line.partition(":")[2].split() == [x for x in row.split(",") if x]
