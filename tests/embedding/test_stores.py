@@ -80,11 +80,14 @@ def test_whole_tables_are_spread_by_their_rows_and_those_of_a_width_share_an_arr
 
 
 def test_a_device_makes_its_part_of_the_first_values_and_never_a_whole_table():
-    tables = {"t": js.Table(64 * 50, 16), "c": js.Table(64 * 50, 16, shard="column")}
+    own_values = jax.nn.initializers.constant(0.5)
+    columns = js.Table(64 * 50, 16, shard="column", init=own_values)
+    tables = {"t": js.Table(64 * 50, 16), "c": columns}
     emb, mesh = emb_of(tables, 8), js.make_mesh({"shard": 8})
     init = jax.shard_map(lambda: emb.init_local(KEY), mesh=mesh, in_specs=(), out_specs=emb.specs)
     program = jax.jit(init).lower().compile()
     jax.tree.map(np.testing.assert_array_equal, program(), emb.init(KEY))
+    np.testing.assert_array_equal(emb.read(emb.init(KEY))["c"], np.full((64 * 50, 16), 0.5))
     memory = program.memory_analysis()
     own = 2 * 4 * 64 * 50 * 16 // 8
     assert memory.output_size_in_bytes == own

@@ -17,7 +17,6 @@ from jaxslowmo.data import (
 )
 from jaxslowmo.models import (
     GPTConfig,
-    gpt_layers,
     gpt_loss_fn,
     gpt_param_specs,
     gpt_preset,
@@ -29,7 +28,7 @@ from support.wrong import wrong
 
 TINY = GPTConfig(num_layers=1, num_heads=2, embed_dim=16, context_length=8)
 SHORT = jnp.zeros((2, 8), jnp.uint8)
-MESH = AbstractMesh((2, 2, 2, 3), ("replica", "fsdp", "tensor", "three"))
+MESH = AbstractMesh((2, 2, 2), ("replica", "fsdp", "tensor"))
 
 
 def config(**change):
@@ -60,29 +59,20 @@ def held_out(size=5, num_batches=1):
     return validation_batches(text, num_batches=num_batches, batch_size=1, window=6)
 
 
-FILE = Corpus("f", (Document("f", b"12345678"),), is_single_file=True)
 ROWS = {
     **wrong(config, num_layers=0, num_heads=3, dtype="float64", attention="flash"),
-    "cuDNN in float32": Refusal(lambda: config(attention="cudnn"), "`attention`", "float32"),
     "preset": Refusal(lambda: gpt_preset("2b"), "`preset`", "2b"),
     **wrong(split, replicas=0, validation_every=1),
     **wrong(batches, seed=-1, batch_size=0, window=1, replicas=(-1, 0)),
     **wrong(held_out, num_batches=0),
-    "seed of parameters": Refusal(lambda: init_gpt(TINY, -1), "`seed`", -1),
     "window": Refusal(lambda: gpt_loss_fn(TINY)(init_gpt(TINY), SHORT), "`batch`", (2, 8)),
-    "window of layers": Refusal(lambda: gpt_layers(TINY).layers[0]({}, SHORT), "`batch`", (2, 8)),
     "a name of rules": Refusal(lambda: specs(("embd", "fsdp")), "`rules`", "embd"),
-    "an axis of rules": Refusal(lambda: specs(("embed", "fsd")), "`rules`", "fsd"),
     "heads over four": Refusal(lambda: specs(("heads", ("fsdp", "tensor"))), "`num_heads`", 4),
-    "16 over three": Refusal(lambda: specs(("norm", "three")), "bias", "has 16"),
     "no axis": Refusal(lambda: gpt_rules(AbstractMesh((2,), ("replica",))), "`mesh`", "replica"),
-    "an empty path": Refusal(lambda: read_corpus(""), "`data`"),
     "no such path": Refusal(lambda: read_corpus("/nowhere"), "`data`", "/nowhere"),
     "one file": Refusal(lambda: split(1, files=1), "`data`", "two text files"),
     "a replica too many": Refusal(lambda: split(4), "`replicas`", "most 3"),
-    "fewer bytes": Refusal(lambda: split_corpus(FILE, 8), "`replicas`", 8),
     "a short share": Refusal(lambda: batches((51, 50), window=17), "51 bytes", "replica 1 of 2"),
-    "a replica too few": Refusal(lambda: batches(replicas=(0,)), "`replicas`", (0,)),
     "another seed": Refusal(lambda: resumed(seed=1), "seed=0", 1),
     "little held out": Refusal(held_out, "6 bytes", 5),
 }

@@ -1,7 +1,6 @@
 """The byte-level GPT against one in NumPy: loss, gradients, layers, and every way to write it."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +135,7 @@ def test_parameters_and_loss_are_float32_whatever_the_compute_dtype():
     params, loss_fn = init_gpt(config), gpt_loss_fn(config)
     loss, grads = jax.eval_shape(jax.value_and_grad(loss_fn), params, batch_of(2))
     assert {x.dtype for x in jax.tree.leaves((params, loss, grads))} == {jnp.dtype("float32")}
-    assert float(jax.jit(loss_fn)(params, batch_of(2))) == pytest.approx(math.log(256), abs=0.1)
+    assert "bf16[" in str(jax.make_jaxpr(loss_fn)(params, batch_of(2)))
 
 
 def test_initial_parameters_are_those_of_gpt_2_and_depend_on_the_seed_alone():
