@@ -44,22 +44,6 @@ def every(update):
     return of_leaves(lambda tree: jax.tree.map(update, tree))
 
 
-def counted(update):
-    """A transform with a counter; `update(count, updates)`."""
-    return optax.GradientTransformation(
-        lambda params: jnp.zeros([], jnp.int32),
-        lambda updates, count, params=None: (update(count, updates), count + 1),
-    )
-
-
-@jax.custom_jvp
-def clipped(x):
-    return jnp.where(x > 1, 1.0, x)
-
-
-clipped.defjvp(lambda primals, tangents: (clipped(*primals), tangents[0]))
-
-
 def scanned(tree):
     """Scale all leaves in one loop, whose carry they share."""
 
@@ -67,23 +51,6 @@ def scanned(tree):
         return jax.tree.map(lambda x: x * factor, carry), factor
 
     return lax.scan(step, tree, jnp.ones(3))[0]
-
-
-def until_small(tree):
-    return lax.while_loop(
-        lambda now: jnp.sum(now[0]["b"]) > 1.0, lambda now: jax.tree.map(lambda x: x / 2, now), tree
-    )
-
-
-def remembering_a_norm():
-    """The norm of one update scales the next one."""
-    return optax.GradientTransformation(
-        lambda params: jnp.ones([]),
-        lambda updates, norm, params=None: (
-            jax.tree.map(lambda x: x / norm, updates),
-            optax.tree.norm(updates),
-        ),
-    )
 
 
 def unread_norm():
@@ -95,18 +62,14 @@ def unread_norm():
 
 ELEMENTS = {
     "adamw": promoting(optax.adamw(optax.cosine_decay_schedule(0.1, 20), weight_decay=0.1)),
-    "injected": optax.inject_hyperparams(optax.adam)(0.1),
     "several": promoting(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
     "schedule free": optax.contrib.schedule_free_sgd(0.1),
     "plateau": promoting(optax.contrib.reduce_on_plateau()),  # needs the loss
     "outer nesterov": js.algorithms.outer_nesterov(),
-    "custom jvp": every(clipped),
     "remat": every(jax.checkpoint(jnp.sin)),
-    "cond": counted(lambda n, x: lax.cond(n > 1, lambda: x, lambda: jax.tree.map(jnp.sign, x))),
 }
 LEAVES = {
     "mask by name": optax.adamw(0.1, weight_decay=0.5, mask=no_bias),
-    "partition": optax.partition({True: optax.adam(0.1), False: optax.sgd(0.1)}, no_bias),
     "muon": optax.contrib.muon(0.1, ns_steps=1),
     "mean": every(lambda x: x - jnp.mean(x)),
     "scan": of_leaves(scanned),
@@ -114,13 +77,7 @@ LEAVES = {
 }
 MIXING = {
     "global norm": optax.clip_by_global_norm(1e-3),
-    "prodigy": promoting(optax.contrib.prodigy()),
-    "remembered norm": remembering_a_norm(),
     "unread norm": unread_norm(),
-    "while of one": of_leaves(until_small),
-    "cond of one": of_leaves(
-        lambda x: lax.cond(x[0]["b"][0] > 0, lambda: x, lambda: jax.tree.map(jnp.sign, x))
-    ),
     "polyak": optax.polyak_sgd(),  # needs the loss
     "flatten": optax.flatten(optax.adam(0.1)),  # does not, but joins them
     "needs more": optax.GradientTransformationExtraArgs(
@@ -191,7 +148,6 @@ AROUND = {
     "nothing": lambda tx: tx,
     "several": lambda tx: promoting(optax.MultiSteps(tx, 2).gradient_transformation()),
     "masked": lambda tx: optax.masked(tx, lambda tree: jax.tree.map(lambda x: True, tree)),
-    "jit": lambda tx: optax.GradientTransformation(jax.jit(tx.init), jax.jit(tx.update)),
 }
 
 

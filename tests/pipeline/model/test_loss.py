@@ -115,18 +115,3 @@ def test_steps_have_the_quotient_of_the_whole_batch(
     assert_close(step.consensus(state), stepped(PARAMS, joined(batches)))
     assert_close(js.host_mean(metrics)["loss"], quotient(PARAMS, batches[-1]))
     assert_close(np.sum(metrics["loss_weight"]), np.float32(batches[-1]["mask"].sum()))
-
-
-def test_parts_without_weight_count_for_nothing(mesh_of):
-    """Whole parts of `accumulate`, and then all of them."""
-    mesh = mesh_of({"replica": 1, "stage": 2})
-    pipe = pipes("one stage", "host", mesh)
-    step = js.make_train_step(pipe, optax.sgd(RATE), mesh=mesh, accumulate=2, donate=False)
-    batch, before = examples(16), step.init(PARAMS)
-    batch["mask"][:8] = 0
-    state, metrics = step(before, batch)
-    assert_close(step.consensus(state), stepped(PARAMS, batch))
-    assert_close(metrics["loss"], quotient(PARAMS, batch)[None])
-    batch["mask"][:] = 0
-    after, metrics = step(state, batch)
-    assert_close((step.consensus(after), metrics["loss"]), (step.consensus(state), np.zeros(1)))

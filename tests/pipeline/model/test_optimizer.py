@@ -1,8 +1,6 @@
 """On each stage an optimizer sees the leaves of the model: steps equal those without stages."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -61,23 +59,6 @@ def test_moments_lie_as_the_parameters_and_nothing_is_gathered(mesh_of):
     lies = jax.tree.leaves(update.output_shardings[0])
     for x, spec in zip(lies, pipe.layout.specs.values(), strict=True):
         assert x.is_equivalent_to(NamedSharding(x.mesh, spec), len(spec))
-
-
-def test_an_optimizer_sees_the_tree_of_the_model_with_tied_leaves_once(mesh_of):
-    seen = []
-
-    def init(params):
-        seen.append(jax.tree.map(jnp.shape, params))
-        return optax.EmptyState()
-
-    def update(updates, state, params=None):
-        return jax.tree.map(lambda x: x / jnp.sum(x), updates), state
-
-    pipe = pipeline(mesh_of({"stage": 2}))
-    jax.eval_shape(js.chain(optax.GradientTransformation(init, update)).init, pipe.layout.types)
-    once = jax.tree.map(np.shape, PARAMS)
-    once[-1]["table"] = None
-    assert once in seen
 
 
 def test_what_mixes_is_refused_when_the_step_is_made(mesh_of):

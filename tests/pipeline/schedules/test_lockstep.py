@@ -90,14 +90,6 @@ def test_within_the_limit_and_no_worse_than_one_f_and_one_b(data):
     assert again == table
 
 
-def test_a_column_of_f_and_one_of_b_are_one_tick():
-    """Where W takes no time of its own, nothing beats ticks of one F and one B."""
-    table = js.schedules.lockstep(3, 5, send=1.0, backward_weight=0.0)
-    assert len(table.ticks()) == 5 + 2 * 2
-    assert [op.kind for op in table.ticks()[4][2]] == ["F", "BW"]
-    assert table.orders()[2].startswith(",,,,2F0,2B0,2F1,2B1")
-
-
 def test_the_default_limit_is_that_of_ticks_of_one_f_and_one_b():
     assert max(js.schedules.lockstep(3, 9).stash) <= 5
     assert max(js.schedules.lockstep(2, 4, 2).stash) <= 6
