@@ -68,21 +68,6 @@ def test_a_length_is_of_all_features_or_of_those_that_are_named():
         shapes(max_length={"a": 2, "c": 5})
 
 
-def test_the_longest_bag_is_the_length_unless_there_is_one():
-    assert js.embedding.bags([[4], [], [5, 6]]).ids.tolist() == [[4, -1], [-1, -1], [5, 6]]
-    assert js.embedding.bags([[], []]).ids.tolist() == [[-1], [-1]]
-    # Beyond int32: kept, for the table to refuse.
-    assert js.embedding.bags([[2**31 - 1]]).ids.dtype == np.int32
-    assert js.embedding.bags([[2**31]]).ids.tolist() == [[2**31]]
-
-
-def test_features_may_be_missing_and_inputs_finds_them_anywhere():
-    ids = np.zeros(1, int)
-    assert set(bags_of({"c": ids, "label": ids}, ("a", "c"), None)) == {"c"}
-    found = bags_of((ids, "label"), ("a", "c"), lambda batch: {"a": batch[0]})
-    assert found["a"].ids is ids
-
-
 def test_arrays_of_other_libraries_are_numpys():
     """Such as torch's, whose dtypes numpy does not know."""
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxslowmo as js
-from embedding.shared import update_of as update_of_all
 
 SGD = js.rowwise_sgd(0.1)
 
@@ -48,25 +47,6 @@ def test_half_precision_is_summed_in_float32():
     # Row 1 occurs 255 times, each with the gradient `out`.
     want = jnp.asarray([255 * 512, 255 * 256, 255 * 256], jnp.bfloat16)
     np.testing.assert_array_equal(grads[1], want)
-
-
-def test_an_optimizer_of_all_tables_and_the_same_of_each_are_one():
-    """Tables of one width and equal optimizers share an array as well, and results to the bit."""
-    shards = {"a": "row", "b": "column", "c": "table", "d": "table"}
-
-    def run(own, **options):
-        tables = {n: js.Table(40, 8, shard=s, optimizer=own()) for n, s in shards.items()}
-        emb = js.embeddings(tables, axis_name="shard", **options).over(2)
-        stored, update = emb.init(jax.random.key(0)), update_of_all(emb, 2)
-        state = emb.init_optimizer(stored)
-        return update(stored, state, dict.fromkeys(shards, np.arange(24).reshape(8, 3)))[1:3]
-
-    def make():
-        return js.rowwise_adam(0.1, per_row=True)
-
-    expected = run(lambda: None, optimizer=make())
-    assert set(expected[0]) == {"a", "b", "tables_float32_8_over_2"}
-    jax.tree.map(np.testing.assert_array_equal, run(make, optimizer=SGD), expected)
 
 
 @dataclasses.dataclass

@@ -1,7 +1,6 @@
 """Where rows lie: each in one place, alike for many numbers of devices, small ids apart."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -58,22 +57,6 @@ def test_tables_are_read_off_devices_with_explicit_axes(mesh_of):
     wanted = used(whole)
     jax.tree.map(np.testing.assert_array_equal, used(placed), wanted)
     jax.tree.map(np.testing.assert_array_equal, emb.read(placed), wanted[0])
-
-
-def test_whole_tables_are_spread_by_their_rows_and_those_of_a_width_share_an_array():
-    rows = {"a": 100, "b": 60, "c": 50, "d": 10, "e": 5}
-    tables = {name: js.Table(n, 4, shard="table") for name, n in rows.items()}
-    tables["wide"] = js.Table(7, 8, shard="table")
-    tables["half"] = js.Table(7, 4, shard="table", dtype=jnp.bfloat16)
-    layout = layout_of(tables, 2)
-    assert {n: s.num_rows for n, s in layout.stores.items()} == {
-        "tables_float32_4_over_2": 2 * 115,  # 100 + 10 + 5 and 60 + 50
-        "tables_float32_8_over_2": 2 * 7,
-        "tables_bfloat16_4_over_2": 2 * 7,
-    }
-    owners = {"a": 0, "b": 1, "c": 1, "d": 0, "e": 0}
-    assert {n: p.first_owner for n, p in layout.places.items() if n in rows} == owners
-    assert [layout.places[n].first_row for n in rows] == [0, 0, 60, 100, 110]
 
 
 # First values

@@ -67,14 +67,11 @@ ROWS = {
     **wrong(held_out, num_batches=0),
     "window": Refusal(lambda: gpt_loss_fn(TINY)(init_gpt(TINY), SHORT), "`batch`", (2, 8)),
     "a name of rules": Refusal(lambda: specs(("embd", "fsdp")), "`rules`", "embd"),
-    "heads over four": Refusal(lambda: specs(("heads", ("fsdp", "tensor"))), "`num_heads`", 4),
     "no axis": Refusal(lambda: gpt_rules(AbstractMesh((2,), ("replica",))), "`mesh`", "replica"),
     "no such path": Refusal(lambda: read_corpus("/nowhere"), "`data`", "/nowhere"),
-    "one file": Refusal(lambda: split(1, files=1), "`data`", "two text files"),
     "a replica too many": Refusal(lambda: split(4), "`replicas`", "most 3"),
     "a short share": Refusal(lambda: batches((51, 50), window=17), "51 bytes", "replica 1 of 2"),
     "another seed": Refusal(lambda: resumed(seed=1), "seed=0", 1),
-    "little held out": Refusal(held_out, "6 bytes", 5),
 }
 
 

@@ -1,9 +1,7 @@
 """What pipelines, their models and their schedules refuse, and what the message names."""
 
-import dataclasses
 import functools
 import math
-from unittest import mock
 
 import equinox as eqx
 import jax
@@ -35,15 +33,9 @@ SCHEDULES = {
     ),
     "no stage": of_kind("gpipe", "`num_stages`", 0, stages=0),
     "chunks of 1F1B": of_kind("one_f_one_b", "`num_chunks`", 2, num_chunks=2),
-    "one arm of a V": of_kind("zbv", "`num_chunks`", 1, num_chunks=1),
     "too much memory": of_kind("zero_bubble", "`memory`", 3, memory=3),
     "turns that do not divide": of_kind("interleaved", "`num_microbatches`", 3, microbatches=3),
-    "an unknown warm-up": of_kind("interleaved", "`warm_up`", "some", warm_up="some"),
-    "no room for a chunk": of_kind("lockstep", "`most_stash`", 1, num_chunks=2, most_stash=1),
     "a negative time": timed("forward", -1, -1),
-    "only zeros": Refusal(
-        lambda: simulate(forward=0, backward_input=0, backward_weight=0), "`backward_weight`", 0
-    ),
 }
 
 
@@ -55,16 +47,11 @@ TABLES = {
     "one string": rows("0F0,0B0", "`rows`", "0F0,0B0"),
     "an unknown letter": rows(["0F0,0X0"], "column 1 of stage 0", "0X0"),
     "a stage on two devices": rows(["0F0,0B0,1F0", "1B0"], "stage 1 of the model", "0 and 1"),
-    "a gap in the model": rows(["0F0,0B0", "2F0,2B0"], "stage 1"),
     "a missing backward pass": rows(["0F0,0F1,0B0"], "microbatch 1 on stage 0", "not 0"),
     "F twice": rows(["0F0,0F0,0B0"], "(F) of microbatch 0", "not 2"),
-    "B before F in a column": rows(["0F0,(0B0;0F1)OVERLAP_F_B,0B1"], "stage 0", ["BW", "F"]),
     "B before its F": rows(["0B0,0F0"], "0B0", "0F0"),
     "stages that wait for each other": rows(
         ["0F0,0B0,0F1,0B1", "1F0,1F1,1B0,1B1"], "0B0 for 1B0", "1F1"
-    ),
-    "a stage that is placed twice": Refusal(
-        lambda: dataclasses.replace(js.schedules.gpipe(2, 1), placement=(0, 0)), "`placement`"
     ),
 }
 
@@ -74,7 +61,6 @@ PARTITIONS = {
     "negative weights": Refusal(lambda: balanced([3, -1, 2, -4], 2), "`weights`", "-4 for layer 3"),
     "fewer layers than blocks": Refusal(lambda: by_cost([1, 2, 3], 2, 2), "`num_chunks`=2", "3 l"),
     "endless costs": Refusal(lambda: by_cost([1, math.inf], 2), "`costs`", "inf for layer 1"),
-    "a tree of one layer": Refusal(lambda: counted({"a": np.zeros(3)}), "`layers`", "dict"),
 }
 
 
@@ -106,24 +92,11 @@ def layer(one):
     return layered(layers=[one])(WEIGHTS[:1], X)
 
 
-def stateful(params, x, *, state):
-    return x
-
-
 MODELS = {
     "no layers": Refusal(lambda: layered(layers=[]), "`layers`"),
-    "a number as layer": Refusal(lambda: layered(layers=[dense, 3]), "layer 1", "int"),
     "a layer of one argument": Refusal(
         lambda: layer(eqx.nn.Linear(2, 3, key=jax.random.key(0))), "layer 0", "too many positional"
     ),
-    "a third argument": Refusal(lambda: layer(lambda w, x, mask: x), "layer 0", "'mask'"),
-    "a key that a layer lacks": Refusal(
-        lambda: layered(takes=[(), ("key",), ()]), "`takes`", "dense"
-    ),
-    "a state that is not said": Refusal(
-        lambda: layered(layers=[stateful], takes=("key",)), "`takes`", "stateful"
-    ),
-    "a tie beyond the model": Refusal(lambda: tied([(0, "w"), (3, "w")]), "`tied`", 3),
     "a leaf in two ties": Refusal(lambda: tied([(0, "w"), (1, "w")] * 2), "`tied`", (1, "w")),
     "a tie of no leaf": Refusal(lambda: tied([(0, "w"), (1, "v")]), "'v' of layer 1", "w"),
     "a tie of other shapes": Refusal(lambda: tied([(0, "w"), (1, "w")]), "layer 1", "[3, 3]"),
@@ -133,9 +106,6 @@ MODELS = {
         f"{x!r} as loss": Refusal(functools.partial(valued, x), "`loss`", dtype)
         for x, dtype in [(2, "int32"), (True, "bool"), (1j, "complex64"), ((2, 4.0), "int32")]
     },
-    "state that is not returned": Refusal(
-        lambda: layered(layers=[stateful])(WEIGHTS[:1], X, model_state=[{}]), "layer 0", "state"
-    ),
 }
 
 MODEL, PARAMS = language_model(2)
@@ -155,18 +125,6 @@ def called(batch, stacked=None, **options):
     made = pipe(FOUR, data_axes=("fsdp",))
     stacked = made.layout.types if stacked is None else stacked
     return jax.eval_shape(lambda stacked: made(stacked, batch, **options), stacked)
-
-
-def elsewhere():
-    mesh = js.make_mesh({"stage": 2})
-    with mock.patch.object(jax, "process_index", return_value=1):
-        return pipe(executor="host", mesh=mesh)
-
-
-def mapped():
-    made = pipe()
-    fn = jax.shard_map(lambda s: made(s, tokens(8)), mesh=made.mesh, in_specs=P(), out_specs=P())
-    return jax.eval_shape(fn, made.layout.types)
 
 
 def stepped(params):
@@ -203,19 +161,12 @@ def made(argument, value="", axes=(("stage", 2),), schedule=None, **options):
     return Refusal(lambda: pipe(axes, schedule, **options), argument, value)
 
 
-STATED = js.LayeredModel([stateful] * 4, mean)
 FOUR = ("stage", 2), ("fsdp", 2)
 UP = [P(), {"up": P(None, "fsdp"), "bias": P(), "down": P()}, P(), P()]
 PIPELINES = {
-    "a mesh without devices": made("`mesh`", mesh=js.virtual_mesh({"stage": 2})),
     "an unknown executor": made("`executor`", 1, executor=1),
     "more stages than devices": made("`schedule`", "3 s", schedule=js.schedules.gpipe(3, 2)),
-    "an unknown axis of stages": made("`axis_name`", "pipe", axis_name="pipe"),
     "a data axis twice": made("`data_axes`", "('fsdp', 'fsdp')", FOUR, data_axes=("fsdp",) * 2),
-    "an unknown memory": made("`batch_memory`", "disk", batch_memory="disk"),
-    "more stages than layers": made(
-        "8 stages", "4 layers", (("stage", 8),), js.schedules.gpipe(8, 8)
-    ),
     "parts of one stage": made("`parts`", [[(0, 4)]], parts=[[(0, 4)]]),
     "parts that end early": made("`parts`", "4 layers", parts=[[(0, 2)], [(2, 3)]]),
     "specs over stages": made("`param_specs`", "stage", FOUR, param_specs=P("stage")),
@@ -225,24 +176,13 @@ PIPELINES = {
     "specs of other tied leaves": made(
         "`param_specs`", "table", FOUR, param_specs=[P("fsdp"), P(), P(), P(None, "fsdp")]
     ),
-    "a key as parameter": made("'0/key'", "key<fry>", params=with_leaf("key", jax.random.key(0))),
-    "no model state": made("`model_state`", 4, model=STATED),
-    "devices of another process": Refusal(elsewhere, "`executor`"),
-    "other shapes to stack": Refusal(
-        lambda: pipe().layout.stack([PARAMS[0], {**PARAMS[1], "bias": X}, *PARAMS[2:]]),
-        "'1/bias'",
-        [4, 2],
-    ),
 }
 CALLS = {
     "microbatches that do not divide": Refusal(lambda: called(tokens(6)), "4 microbatches", 6),
     "devices that do not divide": Refusal(lambda: called(tokens(4)), "'fsdp'", "1 examples"),
     "leaves of other lengths": Refusal(lambda: called({"a": X, "b": X[:2]}), "`batch`", "b: 2"),
-    "a number as key": Refusal(lambda: called(tokens(8), rng=3), "PRNG key", "ndim=0", TypeError),
     "too few trees": Refusal(lambda: called(tokens(8), PARAMS[1:]), "`params`", 3),
-    "another layout": Refusal(lambda: called(tokens(8), pipe().layout.types), "`stacked`"),
     "second derivatives of tied leaves": Refusal(twice_tied, "`tied`"),
-    "stages that are mapped already": Refusal(mapped, "`axis_name`", "stage"),
     "gradients without backward passes": Refusal(forward_only, "gpipe"),
     "the host inside of jit": Refusal(
         lambda: jax.jit(pipe(executor="host"))(PARAMS, tokens(8)), "`executor`", "jax.jit"
@@ -252,25 +192,6 @@ CALLS = {
     ),
     "a line search on the host": Refusal(searching, "`value_fn`", "`executor`"),
 }
-
-
-ONES = jnp.ones((4, 3))
-
-
-def stage(fn, **options):
-    return js.pipeline.split_stage(fn, WEIGHTS[1], ONES, None, **options)
-
-
-STAGES = {
-    "another shape": Refusal(
-        lambda: stage(lambda w, x, _: dense(w, x)).forward(WEIGHTS[1], ONES[:2], None),
-        "leaf 0",
-        [2, 3],
-    ),
-    "an array as loss": Refusal(
-        lambda: stage(lambda w, x, _: jnp.ones(3), loss=True), "`loss=True`", "[3]"
-    ),
-}
 ALL = {
     "schedule": SCHEDULES,
     "table": TABLES,
@@ -278,7 +199,6 @@ ALL = {
     "model": MODELS,
     "pipeline": PIPELINES,
     "call": CALLS,
-    "stage": STAGES,
 }
 
 

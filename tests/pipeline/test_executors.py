@@ -145,19 +145,6 @@ def test_keys_are_those_of_the_microbatches(executor: str) -> None:
     assert_close(jit(pipe)(MATRICES, batch, rng=jax.random.key_data(rng)), found[0])
 
 
-def test_both_draw_the_same_keys_in_parts_of_a_batch_and_in_windows() -> None:
-    def losses(executor: str) -> Any:
-        pipe = pipeline(executor, noisy(2), MATRICES[:2])
-        step = step_of(pipe, sync="none", accumulate=2)
-        state = step.init(MATRICES[:2])
-        window, first = step.collect(state, rows(16))
-        return first, step.collect(state, rows(16), window=window)[1]
-
-    first, second = losses("host")
-    assert not np.allclose(first["loss"], second["loss"])
-    assert_close((first, second), losses("one_program"))
-
-
 def test_microbatches_may_wait_on_the_host_and_backward_passes_be_split() -> None:
     """Test the host alone: `one_program/` has these for one program and each schedule."""
     options = {"schedule": js.schedules.zero_bubble(2, 4), "axes": {"stage": 2}, "remat": True}

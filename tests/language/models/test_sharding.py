@@ -21,29 +21,17 @@ BOTH = AbstractMesh((2, 2, 2), ("replica", "fsdp", "tensor"))
 
 
 def test_default_rules_are_megatron_s_over_tensor_and_the_rest_over_fsdp():
-    across, along = (
-        {"kernel": P("fsdp", "tensor"), "bias": P("tensor")},
-        {"kernel": P("tensor", "fsdp"), "bias": P()},
-    )
-    norm = {"scale": P(), "bias": P()}
-    block = {
-        "norm_attention": norm,
-        "qkv": across,
-        "project": along,
-        "norm_mlp": norm,
-        "expand": across,
-        "contract": along,
-    }
-    expected = {
-        "embed": {"kernel": P("tensor", "fsdp")},
-        "positions": P(None, "fsdp"),
-        "blocks": {0: block},
-        "norm": norm,
-        "head": {"kernel": P("fsdp", "tensor")},
-    }
-    assert gpt_param_specs(TINY, BOTH) == expected
-    del expected["head"]
-    assert gpt_param_specs(dataclasses.replace(TINY, tied=True), BOTH) == expected
+    specs = gpt_param_specs(TINY, BOTH)
+    block = specs["blocks"][0]
+    for name in ("qkv", "expand"):
+        assert block[name] == {"kernel": P("fsdp", "tensor"), "bias": P("tensor")}
+    for name in ("project", "contract"):
+        assert block[name] == {"kernel": P("tensor", "fsdp"), "bias": P()}
+    assert block["norm_mlp"] == block["norm_attention"] == {"scale": P(), "bias": P()}
+    assert specs["embed"] == {"kernel": P("tensor", "fsdp")}
+    assert specs["positions"] == P(None, "fsdp")
+    assert specs["head"] == {"kernel": P("fsdp", "tensor")}
+    assert "head" not in gpt_param_specs(dataclasses.replace(TINY, tied=True), BOTH)
 
 
 def test_own_rules_and_what_is_named_by_none():

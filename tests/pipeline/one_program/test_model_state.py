@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxslowmo as js
@@ -76,25 +75,6 @@ def test_state_goes_on_from_microbatch_to_microbatch(mesh_of, kind, stages, rema
     assert_close(pipe.layout.unstack(grads), wanted)
     value, (_, after) = jit(pipe)(*given, model_state=states)  # forward passes alone
     assert_close((value, pipe.state_layout.unstack(after)), (expected, known))
-
-
-def test_steps_keep_model_state_together_as_without_stages(mesh_of):
-    mesh = mesh_of({"replica": 2, "stage": 2})
-    # One microbatch: the whole batch gives the statistics, as without stages.
-    schedule = js.schedules.gpipe(2, 1)
-    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, model_state=STATES, executor="host")
-    results = []
-    for loss_fn, on in ((pipe, mesh), (MODEL, js.virtual_mesh({"replica": 2}))):
-        options = {"sync": js.local_sgd("replica", sync_every=2), "model_state": "sync_mean"}
-        step = js.make_train_step(loss_fn, optax.sgd(0.05), mesh=on, **options)
-        state = step.init(PARAMS, model_state=STATES)
-        for i in range(2):
-            state, metrics = step(state, {"x": BATCH["x"] * (i + 1)})
-        results.append((state, metrics))
-    (found, metrics), (known, expected) = results
-    assert_close(metrics, expected)
-    assert_close(pipe.layout.unstack_like(found.params), known.params)
-    assert_close(pipe.state_layout.unstack_like(found.model_state), known.model_state)
 
 
 def test_statistics_of_data_shards_are_averaged(mesh_of):

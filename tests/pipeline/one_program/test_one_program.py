@@ -156,15 +156,15 @@ def test_stages_of_layers_without_parameters_differ_by_their_number(mesh_of):
     def shrunk(params, x):
         return 0.9 * x
 
-    layers = [end, *[twice] * 4, *[shrunk] * 5, end]
+    layers = [end, *[twice] * 4, *[shrunk] * 9, end]
     model = js.LayeredModel(layers, lambda out, batch: jnp.mean(out))
-    params = [{"w": np.float32(2)}, *[{}] * 9, {"w": np.float32(3)}]
+    params = [{"w": np.float32(2)}, *[{}] * 13, {"w": np.float32(3)}]
     pipe = js.pipelined(
         model,
         params,
         js.schedules.gpipe(4, 2),
         mesh=mesh_of({"stage": 4}),
-        parts=[[(0, 1)], [(1, 5)], [(5, 10)], [(10, 11)]],
+        parts=[[(0, 5)], [(5, 9)], [(9, 14)], [(14, 15)]],
     )
     batch = np.ones((4, 2), np.float32)
     np.testing.assert_allclose(jax.jit(pipe)(params, batch), model(params, batch), rtol=1e-6)
