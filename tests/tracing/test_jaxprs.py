@@ -9,10 +9,9 @@ import optax
 import optax.contrib
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.tracing import collective_axes, equations_in, read_update
+from jaxslowmo.tracing import collective_axes, read_update
 from jaxslowmo.tracing._programs import varying_axes
 from jaxslowmo.transform import takes_extra
 from support.promotion import promoting
@@ -116,25 +115,6 @@ def test_axes_of_the_collectives_in_a_program():
         one = jax.vmap(one, axis_name=name)
     jax.eval_shape(one, jnp.ones((2, 2, 2, 3, 3)))
     assert seen == [{"replica", "node"}]
-
-
-@pytest.mark.parametrize("own", [("device",), ("replica", "device", "stage")])
-def test_axes_that_a_program_binds_itself_are_not_its_caller_s(own):
-    mesh = js.make_mesh({"replica": 2, "device": 2, "stage": 2})
-
-    def inner(x):
-        return lax.psum(x, own), lax.ppermute(x, own[-1], [(0, 1), (1, 0)])
-
-    def program(x):
-        mapped = jax.shard_map(
-            inner, mesh=mesh, in_specs=P(own), out_specs=(P(), P(own)), axis_names={*own}
-        )
-        return mapped(x), lax.pmean(x, "run")
-
-    traced = jax.make_jaxpr(jax.jit(program), axis_env=[("run", 2)])(jnp.ones(8))
-    assert collective_axes(traced) == {"run"}
-    (call,) = (eqn for eqn in equations_in(traced) if eqn.primitive.name == "shard_map")
-    assert collective_axes(call.params["jaxpr"]) == {*own}
 
 
 R, D = frozenset({"replica"}), frozenset({"device"})

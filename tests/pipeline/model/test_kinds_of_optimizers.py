@@ -44,22 +44,6 @@ def every(update):
     return of_leaves(lambda tree: jax.tree.map(update, tree))
 
 
-def scanned(tree):
-    """Scale all leaves in one loop, whose carry they share."""
-
-    def step(carry, factor):
-        return jax.tree.map(lambda x: x * factor, carry), factor
-
-    return lax.scan(step, tree, jnp.ones(3))[0]
-
-
-def unread_norm():
-    return optax.GradientTransformation(
-        lambda params: jnp.zeros([]),
-        lambda updates, norm, params=None: (updates, optax.tree.norm(updates)),
-    )
-
-
 ELEMENTS = {
     "adamw": promoting(optax.adamw(optax.cosine_decay_schedule(0.1, 20), weight_decay=0.1)),
     "several": promoting(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
@@ -72,12 +56,10 @@ LEAVES = {
     "mask by name": optax.adamw(0.1, weight_decay=0.5, mask=no_bias),
     "muon": optax.contrib.muon(0.1, ns_steps=1),
     "mean": every(lambda x: x - jnp.mean(x)),
-    "scan": of_leaves(scanned),
     "adafactor of a mask": optax.masked(optax.adafactor(0.1, min_dim_size_to_factor=2), is_matrix),
 }
 MIXING = {
     "global norm": optax.clip_by_global_norm(1e-3),
-    "unread norm": unread_norm(),
     "polyak": optax.polyak_sgd(),  # needs the loss
     "flatten": optax.flatten(optax.adam(0.1)),  # does not, but joins them
     "needs more": optax.GradientTransformationExtraArgs(
@@ -212,19 +194,3 @@ def test_stages_run_their_own_constants_and_callbacks():
         ]
 
     jax.tree.map(np.testing.assert_array_equal, updated(fn, 2), fn(ALIKE))
-
-
-def test_a_number_without_a_dtype_of_its_own_has_none_in_stages():
-    """A weakly typed number of a state widens no bfloat16."""
-
-    def update(updates, number, params=None):
-        return jax.tree.map(lambda x: x * number + jnp.mean(x), updates), number / 2
-
-    tx = optax.GradientTransformation(lambda params: jnp.asarray(0.3), update)
-    leaves = [x.astype(jnp.bfloat16) for x in ALIKE]
-    laid_out, on_stages = layout_of(leaves, [[(0, 2)], [(2, 4)]]), js.chain(tx)
-    stacked = laid_out.stack(leaves)
-    found, number = jax.jit(on_stages.update)(stacked, on_stages.init(stacked))
-    known, expected = jax.jit(tx.update)(leaves, tx.init(leaves))
-    assert jax.tree.leaves(number)[0].weak_type == expected.weak_type
-    jax.tree.map(np.testing.assert_array_equal, laid_out.unstack(found), known)
