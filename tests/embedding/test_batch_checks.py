@@ -1,6 +1,5 @@
 """Ids that are in no table, and more of them than slots: on the host and on devices."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -21,19 +20,6 @@ def test_an_id_of_the_host_that_is_in_no_table_is_named_with_its_place():
             look({"seller": np.array([[1, 2], [7, 300], [300, 0]])})
     with pytest.raises(ValueError, match=r"'item'.* 1 in row 1 of"):
         emb.check({"item": np.array([0, 1, 1])})
-
-
-def test_ids_of_a_narrow_type_are_those_rows():
-    """A table of 300 rows is more than uint8 can count."""
-    emb = emb_of()
-    table = np.arange(600, dtype=np.float32).reshape(300, 2)
-    stored = emb.write({"user": table, "item": np.zeros((1, 2))})
-    ids = np.array([3, 0, 127, 255], np.uint8)
-    requests = emb.exchange_ids({"buyer": ids})
-    look = jax.jit(lambda stored, asked: emb.pooled(emb.lookup(stored, asked), asked))
-    found = look(stored, requests)["buyer"]
-    np.testing.assert_array_equal(found, table[ids])
-    assert int(emb.metrics(requests)["embeddings/user/invalid"]) == 0
 
 
 def test_several_features_share_a_table_and_a_capacity_is_of_all_or_of_those_that_are_named():

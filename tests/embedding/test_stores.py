@@ -12,9 +12,8 @@ from jaxslowmo.embedding._stores import layout_of
 KEY = jax.random.key(3)
 
 
-def emb_of(tables, size, axis_name="shard"):
-    emb = js.embeddings(tables, axis_name=axis_name, optimizer=js.rowwise_sgd(0.1))
-    return emb.over(size)
+def emb_of(tables, size):
+    return js.embeddings(tables, axis_name="shard", optimizer=js.rowwise_sgd(0.1)).over(size)
 
 
 @pytest.mark.parametrize("size", [1, 3, 8, 64])
@@ -48,18 +47,9 @@ def test_tables_are_read_off_devices_with_explicit_axes(mesh_of):
     whole = jax.jit(emb.init)(KEY)
     placed = {n: jax.device_put(x, NamedSharding(mesh, emb.specs[n])) for n, x in whole.items()}
     bags = {"t0": np.array([[0, 39], [-1, 7]])}
-
-    @jax.jit
-    def used(stored):
-        tables = emb.read(stored)
-        return tables, emb.write(tables), emb.reference(stored, bags)
-
-    wanted = used(whole)
-    jax.tree.map(np.testing.assert_array_equal, used(placed), wanted)
-    jax.tree.map(np.testing.assert_array_equal, emb.read(placed), wanted[0])
-
-
-# First values
+    used = jax.jit(lambda stored: (emb.write(emb.read(stored)), emb.reference(stored, bags)))
+    jax.tree.map(np.testing.assert_array_equal, used(placed), used(whole))
+    jax.tree.map(np.testing.assert_array_equal, emb.read(placed), emb.read(whole))
 
 
 def test_a_device_makes_its_part_of_the_first_values_and_never_a_whole_table():

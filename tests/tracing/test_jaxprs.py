@@ -11,7 +11,7 @@ import pytest
 from jax import lax
 
 import jaxslowmo as js
-from jaxslowmo.tracing import collective_axes, read_update
+from jaxslowmo.tracing import read_update
 from jaxslowmo.tracing._programs import varying_axes
 from jaxslowmo.transform import takes_extra
 from support.promotion import promoting
@@ -37,10 +37,6 @@ def mean_over(axis):
     return optax.stateless(lambda grads, params: lax.pmean(grads, axis))
 
 
-def mean_with_state():
-    return optax.chain(optax.trace(0.9), mean_over("replica"))
-
-
 def in_a_branch():
     def update(grads, params):
         constant = jax.tree.map(jnp.zeros_like, grads)
@@ -59,6 +55,14 @@ CASES = {
     ),
     "where types are in the way": (in_a_branch(), {"replica"}),
     "a loss that it needs": (optax.chain(optax.polyak_sgd(), mean_over("device")), {"device"}),
+    "an axis of its own": (
+        optax.stateless(
+            lambda grads, params: jax.vmap(
+                lambda x: jax.tree.map(lambda y: y + lax.pmean(y, "run"), x), axis_name="run"
+            )(grads)
+        ),
+        set(),
+    ),
     "ours": (js.all_reduce_gradients("replica"), set()),
     "what cannot be traced": (mean_over("nowhere"), set()),
     "no more than it knows": (
@@ -89,32 +93,13 @@ def test_a_reader_that_fails_is_not_taken_for_a_transform_that_cannot_be_traced(
 
     averages = js.chain(js.all_reduce_gradients("replica"), optax.trace(0.9))
     parts: dict[str, Any] = {"optimizer": optax.adam(0.1), "gradients": averages}
-    parts[part] = mean_with_state()
+    parts[part] = optax.chain(optax.trace(0.9), mean_over("replica"))
     step = js.make_train_step(lambda p, b: jnp.sum(p["w"]), mesh=MESHES["virtual"], **parts)
     with pytest.raises(ValueError, match=f"`{part}` holds a transform with collectives"):
         step.init(WHOLE)
     monkeypatch.setattr(name, moved)
     with pytest.raises(AttributeError, match=f"no {name}"):
         step.init(WHOLE)
-
-
-def test_axes_of_the_collectives_in_a_program():
-    def program(x):
-        inner = jax.vmap(lambda v: v + lax.pmean(v, "run"), axis_name="run")(x)
-        y = jax.jit(lambda v: lax.ppermute(v, "replica", [(0, 1), (1, 0)]))(inner)
-        z = lax.cond(y[0, 0] > 0, lambda v: lax.psum(v, ("node", "replica")), lambda v: v, y)
-        return z.sum() + lax.axis_index("slice").astype(z.dtype)
-
-    seen = []
-
-    def one(x):
-        seen.append(collective_axes(jax.make_jaxpr(program)(x).jaxpr))
-        return x
-
-    for name in ("replica", "node", "slice"):
-        one = jax.vmap(one, axis_name=name)
-    jax.eval_shape(one, jnp.ones((2, 2, 2, 3, 3)))
-    assert seen == [{"replica", "node"}]
 
 
 R, D = frozenset({"replica"}), frozenset({"device"})

@@ -44,14 +44,10 @@ def silent(params, x, key=None):
     return dense(params, x)
 
 
-def scaled(scale, params, x, *, key=None):
-    return scale * noisy(params, x, key=key)
-
-
 # Which keywords a layer is given.
 
 LAYERS: dict[str, tuple[Callable[..., Any], Any]] = {
-    "partial": (functools.partial(scaled, 1.0), None),
+    "partial": (functools.partial(lambda a, p, x, *, key=None: noisy(p, x, key=key), 1), None),
     "key behind others": (lambda params, x, rate=0.5, key=None: noisy(params, x, key=key), None),
     "jit": (jax.jit(noisy), None),
     "wraps in jit": (jax.jit(functools.wraps(noisy)(wrapped(noisy))), None),

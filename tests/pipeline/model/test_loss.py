@@ -30,22 +30,6 @@ def examples(count, seed=0):
     return {**tokens(count, seed), "mask": mask.astype(np.int32)}
 
 
-@pytest.mark.parametrize("executor", ["one_program", "host"])
-def test_gradients_depend_neither_on_microbatches_nor_on_data_axes(mesh_of, executor):
-    schedule, mesh = js.schedules.zero_bubble(2, 4), mesh_of({"stage": 2, "data": 2})
-    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, data_axes="data", executor=executor)
-    run = jax.value_and_grad(pipe, has_aux=True)
-    run = run if executor == "host" else jax.jit(run)
-    batch, stacked = examples(16), pipe.layout.stack(PARAMS)
-    value, grads = run(stacked, batch)
-    alone = jax.jit(jax.value_and_grad(MODEL, has_aux=True))
-    assert_close((value, pipe.layout.unstack(grads)), alone(PARAMS, batch))
-    # Examples that all are masked weigh nothing.
-    value, grads = run(stacked, {**batch, "mask": np.zeros(16, np.int32)})
-    assert_close(value, (0.0, {"right": 0.0}))
-    assert not any(np.any(x) for x in jax.tree.leaves(grads))
-
-
 RATE = 0.5
 SHAPES = {
     "one stage": ({"replica": 2, "stage": 1}, "replica", ()),

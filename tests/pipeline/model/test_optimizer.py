@@ -7,9 +7,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.tracing import equations_in
 from support.layered import assert_close, language_model, tokens
-from support.optimizers import names as path_names
 from support.optimizers import per_leaf
 
 MODEL, PARAMS = language_model(2)
@@ -90,22 +88,3 @@ def test_hyperparameters_are_read_and_set_as_without_stages(mesh_of):
         state, _ = step(state, tokens(16, seed=i))
         known, _ = alone(known, tokens(16, seed=i))
     assert_close(pipe.layout.unstack_like(state.params), known.params)
-
-
-def test_stages_with_equal_leaves_share_a_branch(mesh_of):
-    model, params = language_model(6)
-    schedule = js.schedules.one_f_one_b(4, 4)
-    types = js.pipelined(model, params, schedule, mesh=mesh_of({"stage": 4})).layout.types
-
-    def branches(tx):
-        tx = js.chain(tx)
-        program = jax.make_jaxpr(tx.update)(types, jax.eval_shape(tx.init, types), types)
-        (switch,) = [e for e in equations_in(program) if e.primitive.name == "cond"]
-        return len(switch.params["branches"])
-
-    assert branches(optax.scale_by_trust_ratio()) == 3  # first, the two in between, last
-
-    def decay(tree):
-        return jax.tree.map(lambda name: "[2]" not in name, path_names(tree))
-
-    assert branches(optax.add_decayed_weights(0.1, mask=decay)) == 4

@@ -62,9 +62,7 @@ CASES = json.loads((FOLDER / "pipeline_partition.json").read_text())["cases"]
 
 @pytest.mark.parametrize("name", ["partition_uniform", "partition_balanced"])
 def test_equal_to_colossalai(name):
-    of_name = [case for case in CASES if case["fn"] == name]
-    assert len(of_name) == {"partition_uniform": 24, "partition_balanced": 62}[name]
-    for case in of_name:
+    for case in (case for case in CASES if case["fn"] == name):
         what = case["num_items"] if name == "partition_uniform" else case["weights"]
 
         def split(case=case, what=what):
@@ -91,60 +89,24 @@ def test_any_integers_are_weights():
     assert js.partition_balanced((w * 2**60 for w in [5, 1, 1, 1, 4]), 2) == [[(0, 2)], [(2, 5)]]
 
 
-BATCH, WIDTH, WORDS = 8, 16, 32
+def test_products_and_the_loss_are_the_cost_and_equal_layers_are_compiled_once(compilations):
+    def block(w, x):
+        return jnp.tanh(x @ w)
 
-
-def embed(table, tokens):
-    return {"x": table[tokens["tokens"]], "seen": jnp.sum(tokens["tokens"])}
-
-
-def block(weights, x):
-    return {**x, "x": jnp.maximum(x["x"] @ weights["w"], 0)}
-
-
-def head(weights, x):
-    return x["x"] @ weights
-
-
-def loss(logits, batch):
-    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), batch["labels"][:, None], 1)
-    return -chosen.mean(), {"largest": logits.max()}
-
-
-MODEL = js.LayeredModel([embed, block, block, head], loss)
-TYPES = [
-    jax.ShapeDtypeStruct((WORDS, WIDTH), jnp.float32),
-    {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)},
-    {"w": np.zeros((WIDTH, WIDTH), np.float32)},
-    jnp.zeros((WIDTH, WORDS)),
-]
-TOKENS = {name: jax.ShapeDtypeStruct((BATCH,), jnp.int32) for name in ("tokens", "labels")}
-
-
-def test_products_make_up_a_block_and_embedding_and_loss_count():
-    flops = js.pipeline.layer_flops(MODEL, TYPES, TOKENS)
-    product = 2 * BATCH * WIDTH * WIDTH
-    for layer in flops[1:3]:
-        assert product <= layer.forward <= product + 3 * BATCH * WIDTH
-        # Gradients of weights and of the input: a product each.
-        assert 2 * product <= layer.backward <= 2 * product + 8 * BATCH * WIDTH
-        assert layer.total == layer.forward + layer.backward
-    first, *_, last = flops
-    assert first.forward < BATCH * WORDS  # a sum of integers and bounds: nothing to multiply
-    product = 2 * BATCH * WIDTH * WORDS
-    assert last.forward > product + BATCH * WORDS
-    assert last.backward > 2 * product + BATCH * WORDS
-    parts = js.partition_by_cost([layer.total for layer in flops], 2)
-    assert parts == [[(0, 3)], [(3, 4)]]
-
-
-def test_equal_layers_are_compiled_once(compilations):
-    layers = [lambda w, x: x @ w] + [lambda w, x: jnp.tanh(x @ w)] * 5
-    weights = [np.eye(WIDTH, dtype=np.float32)] * 6
+    layers, loss = [lambda w, x: x @ w, *[block] * 5], lambda x, batch: jnp.sum(x * x + x)
+    types = [jax.ShapeDtypeStruct((16, 16), jnp.float32)] * 6
     before = compilations.count
-    found = js.pipeline.layer_flops(layers, weights, np.zeros((3, WIDTH)))
+    flops = js.pipeline.layer_flops(js.LayeredModel(layers, loss), types, np.zeros((8, 16)))
     assert compilations.count - before == 3 * 2  # the first, those between, the last
-    assert found[0].forward == 2 * 3 * WIDTH * WIDTH
+    product = 2 * 8 * 16 * 16
+    assert flops[0].forward == product
+    for layer in flops[1:5]:
+        assert product <= layer.forward <= product + 3 * 8 * 16
+        # Gradients of weights and of the input: a product each.
+        assert 2 * product <= layer.backward <= 2 * product + 8 * 8 * 16
+        assert layer.total == layer.forward + layer.backward
+    assert flops[5].forward > flops[4].forward
+    assert js.pipeline.layer_flops(layers, types, np.zeros((8, 16)))[5] == flops[4]
 
 
 def test_elements_of_each_layer():
