@@ -7,7 +7,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.layered import assert_close, language_model, tokens
+from support.layered import assert_close, block, embed, language_model, loss, tokens
+from support.optimizers import names as path_names
 from support.optimizers import per_leaf
 
 MODEL, PARAMS = language_model(2)
@@ -20,12 +21,13 @@ def pipeline(mesh, **options):
     return js.pipelined(MODEL, PARAMS, js.schedules.zbv(2, 4), mesh=mesh, **options)
 
 
-def trained(loss_fn, mesh, optimizer):
+def trained(loss_fn, mesh, optimizer, params=PARAMS):
+    """Return state, metrics and consensus after three steps."""
     step = js.make_train_step(loss_fn, optimizer, mesh=mesh, sync="none")
-    state = step.init(PARAMS)
+    state = step.init(params)
     for i in range(3):
         state, metrics = step(state, tokens(16, seed=i))
-    return state, metrics
+    return state, metrics, step.consensus(state)
 
 
 def test_steps_and_states_are_those_without_stages_and_axes_may_be_explicit():
@@ -35,8 +37,8 @@ def test_steps_and_states_are_those_without_stages_and_axes_may_be_explicit():
     specs = [P(None, "fsdp"), block, block, P(None, "fsdp")]
     pipe = pipeline(mesh, data_axes=("fsdp",), param_specs=specs)
     optimizer = per_leaf(PARAMS)["partition"]
-    found, metrics = trained(pipe, mesh, optimizer)
-    known, expected = trained(MODEL, js.virtual_mesh({"replica": 2}), optimizer)
+    found, metrics, _ = trained(pipe, mesh, optimizer)
+    known, expected, _ = trained(MODEL, js.virtual_mesh({"replica": 2}), optimizer)
     assert_close(metrics, expected)
     assert_close(pipe.layout.unstack_like(found.params), known.params)
     layers = pipe.layout.unstack_like(found.opt_state)
@@ -88,3 +90,41 @@ def test_hyperparameters_are_read_and_set_as_without_stages(mesh_of):
         state, _ = step(state, tokens(16, seed=i))
         known, _ = alone(known, tokens(16, seed=i))
     assert_close(pipe.layout.unstack_like(state.params), known.params)
+
+
+def scored(params, x):
+    return x @ params["lm_head"].T
+
+
+def test_a_tied_parameter_is_one_to_the_optimizer_whatever_its_copies_are_called():
+    """By hand the second copy does not exist. They lie on two devices, or both on one (zbv)."""
+
+    def is_copy(tree):
+        return jax.tree.map(lambda name: "lm_head" in name, path_names(tree))
+
+    tx = optax.adamw(0.05, weight_decay=0.3, mask=is_copy)
+    tie = (0, "table"), (3, "lm_head")
+    model = js.LayeredModel([embed, block, block, scored], loss, tied=[tie])
+    params = [*PARAMS[:3], {"lm_head": PARAMS[0]["table"]}]
+
+    def by_hand(own, batch):
+        x = block(own[2], block(own[1], embed(own[0], batch)))
+        return loss(x @ own[0]["table"].T, batch)[0]
+
+    @jax.jit
+    def update(own, state, batch):
+        updates, state = tx.update(jax.grad(by_hand)(own, batch), state, own)
+        return optax.apply_updates(own, updates), state
+
+    known, state = PARAMS[:3], tx.init(PARAMS[:3])
+    for i in range(3):
+        known, state = update(known, state, tokens(16, seed=i))
+    mesh = js.make_mesh({"replica": 1, "stage": 2})
+    zbv, gpipe = js.schedules.zbv(2, 2), js.schedules.gpipe(2, 2)
+    for loss_fn, on in (
+        (model, js.virtual_mesh({"replica": 1})),
+        (js.pipelined(model, params, zbv, mesh=mesh, executor="host"), mesh),
+        (js.pipelined(model, params, gpipe, mesh=mesh), mesh),
+    ):
+        found = trained(loss_fn, on, tx, params)[2]
+        assert_close(found, [*known, {"lm_head": known[0]["table"]}])
