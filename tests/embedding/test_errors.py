@@ -20,29 +20,13 @@ def table(num_rows=8, dim=4, **options):
     return made({"a": js.Table(num_rows, dim, **options)})
 
 
-def on_two(num_parts, count=8):
-    return made(capacity=2).over(2).check({"a": np.arange(count)}, num_parts=num_parts)
-
-
-def with_positions(params):
-    emb = made({"t": js.Table(4, 3, position_weights="p")}, None)
-    return emb.reference(emb.write({"t": np.ones((4, 3))}), {"t": np.zeros((2, 3), int)}, params)
-
-
-def of_batch(batch, inputs=None):
-    return bags_of(batch, ("a", "c"), inputs)
-
-
 def of_feature(ids, weights=None):
-    return of_batch({"a": ids if weights is None else js.embedding.Bags(ids, weights)})
+    given = ids if weights is None else js.embedding.Bags(ids, weights)
+    return bags_of({"a": given}, ("a",), None)
 
 
 def bags(rows=(1, 2), **options):
     return js.embedding.bags(rows, **options)
-
-
-def jagged(values=(1, 2, 3), features=("a", "b"), **options):
-    return js.embedding.jagged(values, features=features, **options)
 
 
 def on_three(emb):
@@ -50,12 +34,6 @@ def on_three(emb):
     exchange = jax.vmap(lambda ids: emb.exchange_ids({"a": ids}), axis_name="shard")
     return jax.eval_shape(exchange, jnp.zeros((3, 1), int))
 
-
-def columns(size):
-    return made({"user": js.Table(9, 6, shard="column")}).over(size)
-
-
-ONE = np.zeros(1, int)
 
 MAKING = {
     **wrong(table, num_rows=0, shard="rows", pooling="max", dtype=jnp.int8, optimizer=0.1),
@@ -73,8 +51,9 @@ MAKING = {
     ),
 }
 DEVICES = {
-    **wrong(on_two, num_parts=0),
-    "columns that are not shared evenly": Refusal(lambda: columns(4), "'user'", "(4)"),
+    "columns that are not shared evenly": Refusal(
+        lambda: table(9, 6, shard="column").over(4), "'a'", "(4)"
+    ),
     "no such axis": Refusal(
         lambda: made().over(js.make_mesh({"replica": 2})), "`axis_name` 'shard'", "'replica'"
     ),
@@ -82,7 +61,6 @@ DEVICES = {
     "stored for all replicas": Refusal(
         lambda: made().over(2).read({"a": np.zeros((2, 64, 4))}), "`read`", (2, 64, 4)
     ),
-    "another leaf": Refusal(lambda: with_positions({"q": jnp.ones(3)}), "'p'", "'q'"),
 }
 BAGS = {
     "a length too few": Refusal(lambda: bags(lengths=[1]), "`lengths`", "got 1"),
@@ -91,7 +69,9 @@ BAGS = {
     "too long": Refusal(lambda: bags([[0], [1, 2, 3]], max_length=2), "bag 1 has 3 ids", 2),
     "negative ids": Refusal(lambda: bags([[0, -1]]), "ids", -1),
     "features that do not divide": Refusal(
-        lambda: jagged(lengths=[1, 1, 1]), "`features`", "3 bags"
+        lambda: js.embedding.jagged([1, 2, 3], features=("a", "b"), lengths=[1, 1, 1]),
+        "`features`",
+        "3 bags",
     ),
     "ids of floats": Refusal(lambda: of_feature(np.zeros(1)), "'a'", "float64[1]"),
     "fewer weights": Refusal(

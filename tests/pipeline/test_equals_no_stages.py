@@ -44,11 +44,6 @@ def plain(params, x):
     return {**x, "x": x["x"] * 0.9}
 
 
-def drawn(params, x, *, key):
-    """Without keys in training both ways it shows that layers that take one are called."""
-    return {**x, "x": x["x"] + params["bias"][None]}
-
-
 def head(params, x):
     return x["x"] @ params["table"].T
 
@@ -68,7 +63,6 @@ SHAPES: dict[Any, dict[str, tuple[int, ...]]] = {
     gated: {"heads": (2, WIDTH, WIDTH), "scale": ()},
     by_place: {"scales": (3, WIDTH)},
     plain: {},
-    drawn: {"bias": (WIDTH,)},
 }
 
 
@@ -229,7 +223,7 @@ CHOSEN = {
         2, True, False, False, True, False,
     ),
     "masked, four stages, pauses": Case(
-        [gated, drawn, dense, dense], {"replica": 2, "stage": 4}, "one_f_one_b", "adamw",
+        [gated, plain, dense, dense], {"replica": 2, "stage": 4}, "one_f_one_b", "adamw",
         "gradients", HOST, "host", 1, False, True, True, False, True,
     ),
     "tied and masked, clipped, chunks": Case(

@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxslowmo.data import (
-    Corpus,
-    Document,
-    TextBatches,
-    default_corpus_path,
-    read_corpus,
-    split_corpus,
-    validation_batches,
-)
+from jaxslowmo import data
 
 
 def write(folder: Path, files: dict[str, bytes]) -> Path:
@@ -30,9 +22,9 @@ def write(folder: Path, files: dict[str, bytes]) -> Path:
 
 
 def test_default_is_the_standard_library_without_tests_and_packages():
-    corpus = read_corpus()
+    corpus = data.read_corpus()
     names = [document.name for document in corpus.documents]
-    assert corpus.source == str(default_corpus_path())
+    assert corpus.source == str(data.default_corpus_path())
     assert corpus.num_bytes > 5_000_000
     assert "json/decoder.py" in names
     assert names == sorted(names)
@@ -61,7 +53,7 @@ def test_a_folder_is_read_in_order_and_what_is_no_text_is_listed(tmp_path):
         },
     )
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
-    corpus = read_corpus(tmp_path)
+    corpus = data.read_corpus(tmp_path)
     assert [d.name for d in corpus.documents] == ["a/z.md", "b.txt", "latin.txt", "two.txt"]
     assert dict(corpus.skipped) == {
         "copy.txt": "a duplicate of b.txt",
@@ -72,7 +64,7 @@ def test_a_folder_is_read_in_order_and_what_is_no_text_is_listed(tmp_path):
         "three.txt": "binary",
     }
     assert corpus.num_bytes == len(b"firstsecond") + 11 * 20 + 100
-    assert corpus == read_corpus(tmp_path)
+    assert corpus == data.read_corpus(tmp_path)
 
 
 FILES = {"a.txt": b"one", "b/c.txt": b"two", "twin.txt": b"one", "image.png": b"\x89\0"}
@@ -86,14 +78,14 @@ CHANGES = [
 
 
 def test_the_fingerprint_tells_of_every_change_and_not_of_the_place(tmp_path):
-    before, there = (read_corpus(write(tmp_path / name, FILES)) for name in ("x", "y/z"))
+    before, there = (data.read_corpus(write(tmp_path / name, FILES)) for name in ("x", "y/z"))
     assert before.fingerprint == there.fingerprint
     for i, change in enumerate(CHANGES):
         changed = {name: text for name, text in (FILES | change).items() if text is not None}
-        after = read_corpus(write(tmp_path / f"after{i}", changed)).fingerprint
+        after = data.read_corpus(write(tmp_path / f"after{i}", changed)).fingerprint
         assert after != before.fingerprint, change
     files = write(tmp_path, {"one.txt": b"text", "two.txt": b"text"})
-    one, two = (read_corpus(files / f"{n}.txt") for n in ("one", "two"))
+    one, two = (data.read_corpus(files / f"{n}.txt") for n in ("one", "two"))
     assert one.is_single_file
     assert [(d.name, d.text) for d in one.documents] == [("one.txt", b"text")]
     assert one.fingerprint == two.fingerprint
@@ -113,23 +105,23 @@ def test_what_cannot_be_read_is_skipped_unless_it_may_pass(tmp_path, monkeypatch
 
     monkeypatch.setattr(holder, where, failing)
     skipped = "b/" if where == "scandir" else "b/b.txt"
-    assert dict(read_corpus(tmp_path).skipped) == {skipped: "unreadable (Permission denied)"}
+    assert dict(data.read_corpus(tmp_path).skipped) == {skipped: "unreadable (Permission denied)"}
     del numbers[0]
     with pytest.raises(OSError, match="b"):
-        read_corpus(tmp_path)
+        data.read_corpus(tmp_path)
 
 
-def folder(sizes: list[int]) -> Corpus:
+def folder(sizes: list[int]) -> data.Corpus:
     # Every document has its own bytes, so that mixed-up text would show.
     rng = np.random.default_rng(0)
-    return Corpus(
-        "folder", tuple(Document(f"{i:03}", rng.bytes(size)) for i, size in enumerate(sizes))
+    return data.Corpus(
+        "folder", tuple(data.Document(f"{i:03}", rng.bytes(size)) for i, size in enumerate(sizes))
     )
 
 
-def single_file(size: int) -> Corpus:
+def single_file(size: int) -> data.Corpus:
     text = np.random.default_rng(0).bytes(size)
-    return Corpus("f", (Document("f", text),), is_single_file=True)
+    return data.Corpus("f", (data.Document("f", text),), is_single_file=True)
 
 
 @hypothesis.given(
@@ -140,7 +132,7 @@ def single_file(size: int) -> Corpus:
 def test_files_are_divided_and_none_twice(sizes, replicas, every):
     hypothesis.assume(len(sizes) > replicas)
     corpus = folder(sizes)
-    split = split_corpus(corpus, replicas, validation_every=every)
+    split = data.split_corpus(corpus, replicas, validation_every=every)
     given = [name for names in split.share_documents for name in names]
     given += split.validation_documents
     assert sorted(given) == [document.name for document in corpus.documents]
@@ -148,7 +140,7 @@ def test_files_are_divided_and_none_twice(sizes, replicas, every):
     names = [document.name for document in corpus.documents]
     held_out = names[min(every, len(names)) // 2 :: every]
     assert list(split.validation_documents) == held_out[: max(1, len(names) - replicas)]
-    assert split_corpus(corpus, replicas, validation_every=every).share_documents == (
+    assert data.split_corpus(corpus, replicas, validation_every=every).share_documents == (
         split.share_documents
     )
     assert len(split.shares) == replicas
@@ -165,7 +157,7 @@ def test_files_are_divided_and_none_twice(sizes, replicas, every):
 @hypothesis.given(size=st.integers(20, 2000), replicas=st.integers(1, 8), every=st.integers(2, 12))
 def test_a_file_is_cut_into_disjoint_parts(size, replicas, every):
     corpus = single_file(size)
-    split = split_corpus(corpus, replicas, validation_every=every)
+    split = data.split_corpus(corpus, replicas, validation_every=every)
     parts = [share.tobytes() for share in split.shares] + [split.validation.tobytes()]
     assert b"".join(parts) == corpus.documents[0].text
     lengths = [share.size for share in split.shares]
@@ -179,8 +171,10 @@ def shares_of(*sizes: int) -> list[np.ndarray]:
     return [(16 * i + np.arange(size) % 16).astype(np.uint8) for i, size in enumerate(sizes)]
 
 
-def batches_of(*sizes: int, seed: int = 0, batch_size: int = 3, window: int = 5) -> TextBatches:
-    return TextBatches(shares_of(*sizes), batch_size=batch_size, window=window, seed=seed)
+def batches_of(
+    *sizes: int, seed: int = 0, batch_size: int = 3, window: int = 5
+) -> data.TextBatches:
+    return data.TextBatches(shares_of(*sizes), batch_size=batch_size, window=window, seed=seed)
 
 
 @hypothesis.given(
@@ -196,19 +190,24 @@ def test_windows_are_stretches_of_the_replica_s_own_share(sizes, seed, index):
     assert (np.diff(batch.astype(int) % 16, axis=1) % 16 == 1).all()
 
 
+def test_every_window_of_a_share_may_come():
+    batches = data.TextBatches([np.arange(9, dtype=np.uint8)], batch_size=1, window=5, seed=0)
+    assert {int(next(batches)[0, 0]) for _ in range(80)} == {0, 1, 2, 3, 4}
+
+
 def test_batches_depend_on_seed_replica_and_index_alone():
     together, alone = batches_of(40, 50, 60), batches_of(40)
     np.testing.assert_array_equal(together.batch(7)[:3], alone.batch(7))
     assert not np.array_equal(alone.batch(7), alone.batch(8))
     assert not np.array_equal(alone.batch(7), batches_of(40, seed=1).batch(7))
-    same = TextBatches([np.arange(99, dtype=np.uint8)] * 2, batch_size=9, window=5, seed=0)
+    same = data.TextBatches([np.arange(99, dtype=np.uint8)] * 2, batch_size=9, window=5, seed=0)
     assert not np.array_equal(same.batch(0)[:9], same.batch(0)[9:])
 
 
 def test_a_process_makes_the_batches_of_its_own_replicas():
     shares = shares_of(40, 50, 60)
     options = {"batch_size": 3, "window": 5, "seed": 0, "replicas": (0, 2)}
-    own = TextBatches([shares[0], shares[2]], **options)
+    own = data.TextBatches([shares[0], shares[2]], **options)
     every = batches_of(40, 50, 60).batch(7).reshape(3, 3, 5)
     np.testing.assert_array_equal(own.batch(7), every[[0, 2]].reshape(-1, 5))
 
@@ -224,7 +223,7 @@ def test_a_run_begins_with_batch_0_and_resumes_where_it_stopped():
 @hypothesis.given(size=st.integers(6, 500), count=st.integers(1, 9))
 def test_validation_windows_cover_the_text_evenly(size, count):
     text = np.random.default_rng(0).integers(0, 256, size).astype(np.uint8)
-    windows = validation_batches(text, num_batches=count, batch_size=2, window=6)
+    windows = data.validation_batches(text, num_batches=count, batch_size=2, window=6)
     assert windows.shape == (count, 2, 6)
     flat, last = windows.reshape(-1, 6), size - 6
     for i, window in enumerate(flat):
