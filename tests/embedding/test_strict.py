@@ -50,6 +50,5 @@ def program(mesh):
 def test_tables_train_alike():
     mesh = js.make_mesh({"replica": 2, "shard": 2})
     expected = program(mesh)
-    for setting in SETTINGS.values():
-        with setting(mesh):
-            assert_equal_bits(program(mesh), expected)
+    with SETTINGS["set_mesh"](mesh), SETTINGS["checks"](mesh):
+        assert_equal_bits(program(mesh), expected)

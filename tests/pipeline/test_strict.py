@@ -26,6 +26,5 @@ def program(executor, mesh):
 def test_a_pipeline_trains_alike(executor):
     mesh = js.make_mesh({"replica": 2, "stage": 2})
     expected = program(executor, mesh)
-    for setting in SETTINGS.values():
-        with setting(mesh):
-            assert_equal_bits(program(executor, mesh), expected)
+    with SETTINGS["set_mesh"](mesh), SETTINGS["checks"](mesh):
+        assert_equal_bits(program(executor, mesh), expected)
