@@ -63,7 +63,7 @@ def test_a_device_makes_its_part_of_the_first_values_and_never_a_whole_table():
     np.testing.assert_array_equal(emb.read(emb.init(KEY))["c"], np.full((64 * 50, 16), 0.5))
     memory = program.memory_analysis()
     own = 2 * 4 * 64 * 50 * 16 // 8
-    assert memory.output_size_in_bytes == own
+    assert memory.output_size_in_bytes < 1.01 * own
     assert memory.temp_size_in_bytes < 3 * own
 
 

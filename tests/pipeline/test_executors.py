@@ -185,7 +185,7 @@ def test_steps_of_layers_with_keys_and_state_are_compiled_without_running() -> N
     model = js.LayeredModel([drawn, drawn], lambda out, batch: jnp.mean(out**2))
     params, states = [{"w": np.float32(1)}] * 2, [{"seen": np.float32(0)}] * 2
     pipe = pipeline("host", model, params, model_state=states)
-    step = step_of(pipe, optax.sgd(0.1))
+    step = step_of(pipe, optax.sgd(0.1), accumulate=2)
     state, batch = step.init(params, model_state=states), np.ones((8, 2), np.float32)
     types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
     for one in (batch, types):
@@ -195,4 +195,4 @@ def test_steps_of_layers_with_keys_and_state_are_compiled_without_running() -> N
     assert not ran
     new, _ = step(state, batch)
     seen = pipe.state_layout.unstack(jax.tree.map(lambda x: np.asarray(x)[0], new.model_state))
-    assert [float(of_layer["seen"]) for of_layer in seen] == [2, 2]  # microbatches
+    assert [float(of_layer["seen"]) for of_layer in seen] == [4, 4]  # two times two microbatches

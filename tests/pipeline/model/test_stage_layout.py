@@ -68,6 +68,7 @@ def test_a_device_has_its_part_of_its_stages_leaves_and_no_more_than_the_fullest
 
     back = layout.unstack(stacked)
     jax.tree.map(np.testing.assert_array_equal, back, params)
+    jax.tree.map(np.testing.assert_array_equal, layout.stack(back), stacked)
     for x, spec in zip(jax.tree.leaves(back), jax.tree.leaves(specs), strict=True):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
     two = jax.tree.map(lambda x: np.stack([x, -x]), params)

@@ -93,6 +93,12 @@ def test_a_table_runs_as_its_replay_does(schedule, data, send):
             assert at[other] < at[op] or other.stage == op.stage
 
 
+def test_a_time_may_be_given_per_device():
+    schedule = js.schedules.zbv(2, 3)
+    of_chunks = schedule.simulate(forward=[1, 2, 2, 1], send=0.5)
+    assert schedule.simulate(forward=[2, 4], send=0.5) == of_chunks
+
+
 def test_a_kind_by_its_name():
     assert js.schedules.by_name("gpipe", 2, 3) == js.schedules.gpipe(2, 3)
     made = js.schedules.by_name("interleaved", 2, 4, 2, warm_up="all")

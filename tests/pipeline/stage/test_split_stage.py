@@ -167,3 +167,10 @@ def test_a_loop_that_x_needs_belongs_to_one_part() -> None:
         part = jax.make_jaxpr(getattr(program, name))(weights, None, stash, last)
         text[name] = str(part).count("dot_general[")
     assert text == {"backward_input": 4, "backward_weight": 0, "backward": 4}
+
+
+def test_casts_of_weights_inside_a_loop_are_not_stashed() -> None:
+    run = compiled_stage(stacked, STACKED, X.astype(jnp.bfloat16), None)
+    assert_close(run.gradients, run.expected, 0.02)
+    shapes = {t.shape for t in run.program.stash}
+    assert not shapes & {STACKED["up"].shape, STACKED["down"].shape}
