@@ -96,7 +96,15 @@ def test_they_train_as_without_stages(mesh_of, inner, executor, schedule):
     mesh = mesh_of({"replica": 8 // 2 ** (1 + len(inner)), "stage": 2, **dict.fromkeys(inner, 2)})
     pipe = pipeline(mesh, schedule, executor)
     assert_close(trained(pipe, mesh), without_stages(mesh.shape["replica"]))
-    if executor == "host":
-        # In one program the compiler would permute activations among the devices of all stages.
+
+
+def test_what_would_not_end_is_refused_again(mesh_of):
+    """In one program the compiler would permute activations among the devices of all stages."""
+    mesh = mesh_of({"replica": 1, "stage": 2, "fsdp": 2, "tensor": 2})
+    pipe = pipeline(mesh, "gpipe", "one_program")
+    step = js.make_train_step(pipe, optax.sgd(0.1), mesh=mesh, sync="none")
+    state = step.init(PARAMS)
+    batch = {"x": np.ones((4, WIDTH), np.float32), "y": np.ones((4, 2), np.float32)}
+    for run in (step, step, step.evaluate):
         with pytest.raises(ValueError, match=r"for '.*' of a layer .*`executor`=\"host\""):
-            trained(pipeline(mesh, schedule, "one_program"), mesh)
+            run(state, batch)
