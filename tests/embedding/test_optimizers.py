@@ -1,4 +1,4 @@
-"""Half precision is summed in float32, and nothing as large as a table is made.
+"""Half precision is rounded once, and nothing as large as a table is made.
 
 The rules themselves are compared with NumPy in `test_embeddings.py`.
 """
@@ -36,9 +36,20 @@ def update_of(emb):
     return jax.jit(update, donate_argnums=(0, 1))
 
 
+def test_half_precision_is_updated_in_float32_and_rounded_once():
+    emb = emb_of(SGD, jnp.bfloat16)
+    table = jnp.asarray(np.random.RandomState(0).randn(8, 3), jnp.bfloat16)
+    stored, ids = emb.write({"t": table}), jnp.array([[1], [2], [4], [7]])
+    stored, *_ = update_of(emb)(stored, emb.init_optimizer(stored), ids, np.ones((4, 3)))
+    old = np.asarray(table[ids[:, 0]], np.float32)
+    grads = np.asarray(jnp.asarray(old - 1, jnp.bfloat16), np.float32)
+    want = jnp.asarray(old - np.float32(0.1) * grads, jnp.bfloat16)
+    np.testing.assert_array_equal(emb.read(stored)["t"][ids[:, 0]], want)
+
+
 def test_half_precision_is_summed_in_float32():
     """In bfloat16 256 + 1 is 256, so a sum of ones would end there; and so would its gradient."""
-    emb = emb_of(js.rowwise_sgd(0.1), jnp.bfloat16)
+    emb = emb_of(SGD, jnp.bfloat16)
     table = np.concatenate([[[256, 1, 1]], np.ones((7, 3))])
     stored, ids = emb.write({"t": table}), jnp.array([[0] + [1] * 255])
     _, _, grads, out = update_of(emb)(stored, emb.init_optimizer(stored), ids, np.zeros((1, 3)))
