@@ -31,13 +31,7 @@ def changed_lines():
 
 def test_the_page_shows_what_changes():
     page = (ROOT / "docs" / "recipes.md").read_text("utf-8")
-    shown = page.partition("```diff\n")[2].partition("```")[0].splitlines()
-    assert shown == changed_lines()
-    # One line in the place of another, or one line more or less.
-    added = [line for line in shown if line.startswith("+")]
-    dropped = [line for line in shown if line.startswith("-")]
-    assert (len(added), len(dropped)) == (6, 4)
-    assert len({*added, *dropped}) - 3 == 7  # three of the four dropped lines have a successor
+    assert page.partition("```diff\n")[2].partition("```")[0].splitlines() == changed_lines()
 
 
 @pytest.mark.usefixtures("standard_promotion")  # of optax's schedule

@@ -51,9 +51,8 @@ def by_orbax(state, like, folder):
     return found
 
 
-@pytest.mark.parametrize("saved", [by_flax, by_equinox, by_numpy, by_orbax])
-@pytest.mark.parametrize("kind", ["mesh", "virtual", "fragments"])
-def test_a_run_goes_on_from_what_was_saved(kind, saved, tmp_path):
+@pytest.mark.parametrize("kind", ["mesh", "fragments"])
+def test_a_run_goes_on_from_what_was_saved(kind, tmp_path):
     make = js.make_mesh if kind == "mesh" else js.virtual_mesh
     base = js.local_sgd("replica", sync_every=2)
     options = {"fragments": 2, "delay": 1} if kind == "fragments" else {}
@@ -63,8 +62,9 @@ def test_a_run_goes_on_from_what_was_saved(kind, saved, tmp_path):
     )
     *_, middle = js.train_loop(step, step.init(PARAMS, seed=3), BATCHES[:3])
     *_, last = js.train_loop(step, middle.state, BATCHES[3:])
-    found = saved(middle.state, step.init(PARAMS), tmp_path)
-    assert isinstance(found, js.TrainState)
-    *_, again = js.train_loop(step, found, BATCHES[3:])
-    assert (last.step, again.step) == (6, 6)
-    jax.tree.map(np.testing.assert_array_equal, again.state, last.state)
+    for saved in (by_flax, by_equinox, by_numpy, by_orbax):
+        found = saved(middle.state, step.init(PARAMS), tmp_path)
+        assert isinstance(found, js.TrainState)
+        *_, again = js.train_loop(step, found, BATCHES[3:])
+        assert (last.step, again.step) == (6, 6)
+        jax.tree.map(np.testing.assert_array_equal, again.state, last.state)

@@ -88,13 +88,13 @@ class Rule(NamedTuple):
 
     kind: str
     rate: Callable[[int], float]
-    eps: float = 0.0
+    eps: float = 1e-8
     initial: float = 0.0
-    decay: float = 0.0
+    weight_decay: float = 0.0
     momentum: float = 0.0
     nesterov: bool = False
-    b1: float = 0.0
-    b2: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.999
     per_row: bool = False
 
 
@@ -125,9 +125,9 @@ def updated(
             square[row] = rule.b2 * square[row] + (1 - rule.b2) * new
             root = np.sqrt(square[row] / (1 - rule.b2**n)) + rule.eps
             moved = mean[row] / (1 - rule.b1**n) / root
-            table[row] = table[row] - rate * (moved + rule.decay * table[row])
+            table[row] = table[row] - rate * (moved + rule.weight_decay * table[row])
         else:
-            g = g + rule.decay * table[row]
+            g = g + rule.weight_decay * table[row]
             if rule.momentum:
                 kept[""][row] = rule.momentum * kept[""][row] + g
                 g = g + rule.momentum * kept[""][row] if rule.nesterov else kept[""][row]

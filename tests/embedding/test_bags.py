@@ -1,7 +1,5 @@
 """Bags from lists, and what is a bag of a batch."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -64,33 +62,10 @@ def test_a_length_is_of_all_features_or_of_those_that_are_named():
         found = js.embedding.jagged(VALUES, features=["a", "b"], lengths=LENGTHS, **options)
         return [found[name].ids.shape for name in "ab"]
 
-    assert shapes() == [(3, 2), (3, 3)]
     assert shapes(max_length=4) == [(3, 4), (3, 4)]
-    assert shapes(max_length={"b": 5}) == [(3, 2), (3, 5)]
     assert shapes(max_length={"b": 1}, truncate=True) == [(3, 2), (3, 1)]
     with pytest.raises(ValueError, match=r"`max_length` names 'c', but the features are 'a', 'b'"):
         shapes(max_length={"a": 2, "c": 5})
-    none = js.embedding.jagged([], features=["a", "b"], lengths=[0, 0])
-    assert [bags.ids.tolist() for bags in none.values()] == [[[-1]], [[-1]]]
-
-
-def test_the_longest_bag_is_the_length_unless_there_is_one():
-    assert js.embedding.bags([[4], [], [5, 6]]).ids.tolist() == [[4, -1], [-1, -1], [5, 6]]
-    assert js.embedding.bags([[], []]).ids.tolist() == [[-1], [-1]]
-    # Beyond int32: kept, for the table to refuse.
-    assert js.embedding.bags([[2**31 - 1]]).ids.dtype == np.int32
-    assert js.embedding.bags([[2**31]]).ids.tolist() == [[2**31]]
-
-
-def test_bags_are_trees():
-    assert jax.tree.map(jnp.shape, js.embedding.bags([[1, 2]])) == js.embedding.Bags((1, 2), None)
-
-
-def test_features_may_be_missing_and_inputs_finds_them_anywhere():
-    ids = np.zeros(1, int)
-    assert set(bags_of({"c": ids, "label": ids}, ("a", "c"), None)) == {"c"}
-    found = bags_of((ids, "label"), ("a", "c"), lambda batch: {"a": batch[0]})
-    assert found["a"].ids is ids
 
 
 def test_arrays_of_other_libraries_are_numpys():

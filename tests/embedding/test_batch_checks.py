@@ -1,6 +1,5 @@
 """Ids that are in no table, and more of them than slots: on the host and on devices."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,17 +22,11 @@ def test_an_id_of_the_host_that_is_in_no_table_is_named_with_its_place():
         emb.check({"item": np.array([0, 1, 1])})
 
 
-def test_ids_of_a_narrow_type_are_those_rows():
-    """A table of 300 rows is more than uint8 can count."""
-    emb = emb_of()
-    table = np.arange(600, dtype=np.float32).reshape(300, 2)
-    stored = emb.write({"user": table, "item": np.zeros((1, 2))})
-    ids = np.array([3, 0, 127, 255], np.uint8)
-    requests = emb.exchange_ids({"buyer": ids})
-    look = jax.jit(lambda stored, asked: emb.pooled(emb.lookup(stored, asked), asked))
-    found = look(stored, requests)["buyer"]
-    np.testing.assert_array_equal(found, table[ids])
-    assert int(emb.metrics(requests)["embeddings/user/invalid"]) == 0
+def test_several_features_share_a_table_and_a_capacity_is_of_all_or_of_those_that_are_named():
+    emb = emb_of(capacity={"item": 1})
+    assert emb.features == {"buyer": "user", "seller": "user", "item": "item"}
+    assert emb.capacity == {"user": None, "item": 1}
+    assert emb_of(capacity=3).capacity == {"user": 3, "item": 3}
 
 
 def test_padding_that_devices_would_take_for_an_id_is_refused():
@@ -44,23 +37,22 @@ def test_padding_that_devices_would_take_for_an_id_is_refused():
             emb_of().check({"buyer": np.array([[3, least]])})
 
 
-@pytest.mark.parametrize("overflow", ["error", "drop"])
-def test_on_devices_they_are_counted_and_the_counts_are_refused(overflow):
-    emb = emb_of(capacity=2, overflow=overflow)
+def test_on_devices_they_are_counted_and_the_counts_are_refused():
     ids = {"buyer": jnp.array([300, 5, 7, 3]), "seller": jnp.array([2**31 - 1, -1, 7, 5])}
-    metrics = jax.jit(lambda ids: emb.metrics(emb.exchange_ids(ids)))(ids)
     wanted = {"asked": 3, "overflow": 1, "invalid": 2}
-    assert {k: int(v) for k, v in metrics.items()} == {
-        f"embeddings/user/{k}": v for k, v in wanted.items()
-    }
-    assert int(emb.num_errors({"loss": 9, **metrics})) == (3 if overflow == "error" else 2)
-    with pytest.raises(ValueError, match="2 ids of feature 'buyer', feature 'seller'"):
-        emb.refuse({"loss": 1.0, **metrics})
     short = {"embeddings/user/overflow": np.array([0, 1])}
-    emb.refuse({"loss": 1.0} | (short if overflow == "drop" else {}))
-    if overflow == "error":
-        with pytest.raises(ValueError, match=r"1 distinct ids of table 'user'.* is 2 for"):
-            emb.refuse(short)
+    for overflow, errors in (("error", 3), ("drop", 2)):
+        emb = emb_of(capacity=2, overflow=overflow)
+        metrics = emb.metrics(emb.exchange_ids(ids))
+        assert {k: int(v) for k, v in metrics.items()} == {
+            f"embeddings/user/{k}": v for k, v in wanted.items()
+        }
+        assert int(emb.num_errors({"loss": 9, **metrics})) == errors
+        with pytest.raises(ValueError, match="2 ids of feature 'buyer', feature 'seller'"):
+            emb.refuse({"loss": 1.0, **metrics})
+    emb.refuse({"loss": 1.0, **short})
+    with pytest.raises(ValueError, match=r"1 distinct ids of table 'user'.* is 2 for"):
+        emb_of(capacity=2).refuse(short)
 
 
 def test_a_capacity_that_does_not_suffice_is_refused_on_the_host():
@@ -68,6 +60,8 @@ def test_a_capacity_that_does_not_suffice_is_refused_on_the_host():
     # Of 12 rows in two parts each owner has three of every six.
     bags = {"buyer": np.arange(12), "item": np.zeros(12, int)}
     assert emb.slots_needed(bags, num_parts=2) == {"user": 3, "item": 1}
+    # What it says is a capacity, of bags that are all empty, too.
+    assert emb.slots_needed({"buyer": np.full((4, 3), -1)}) == {"user": 1}
     with pytest.raises(ValueError, match=r"'user' is 2 .*part 0 of 2 .* 3 distinct"):
         emb.check(bags, num_parts=2)
     emb.check(bags, num_parts=4)
@@ -77,10 +71,3 @@ def test_a_capacity_that_does_not_suffice_is_refused_on_the_host():
     mixed = {"buyer": np.arange(12), "seller": jnp.arange(12)}
     assert emb.slots_needed(mixed) == {}
     emb.check(mixed, num_parts=2)
-
-
-def test_bags_that_are_all_empty_need_a_slot():
-    """What `slots_needed` says is a capacity."""
-    needed = emb_of().slots_needed({"buyer": np.full((4, 3), -1)})
-    assert needed == {"user": 1}
-    emb_of(capacity=needed).check({"buyer": np.full((4, 3), -1)})

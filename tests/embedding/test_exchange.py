@@ -1,19 +1,16 @@
 """What travels, how often and how many bytes; which ids get a slot where there are too few."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from embedding.shared import embeddings_of_all_kinds, update_of
-from jaxslowmo.embedding._exchange import refresh_vectors
 from support.reports import rows as rows_of
 
 DEVICES, LENGTH = 4, 3
@@ -31,10 +28,14 @@ def report(tables, num_shards=DEVICES, **options) -> js.reports.CommReport:
 
 
 def test_a_capacity_is_what_travels_and_each_dtype_travels_by_itself():
-    """An update is one all-to-all of ids for all tables, and one of vectors each way by dtype."""
+    """An update is one all-to-all of ids for all tables, and one of vectors each way by dtype.
+
+    Of five whole tables on four devices the fullest holds two: they share slots.
+    """
     tables = {"a": js.Table(1000, 8), "b": js.Table(1000, 4, dtype=jnp.bfloat16)}
-    a, b = DEVICES * 5, DEVICES * IDS
-    total = INT * (a + b) + 2 * (FLOAT * 8 * a + HALF * 4 * b)
+    tables |= {f"t{i}": js.Table(1000, 8, shard="table") for i in range(5)}
+    a, b, t = DEVICES * 5, DEVICES * IDS, DEVICES * 2 * IDS
+    total = INT * (a + b + t) + 2 * (FLOAT * 8 * (a + t) + HALF * 4 * b)
     found = report(tables, capacity={"a": 5})
     assert rows_of(found, "every", "shard") == {("all-to-all", 5, total)}
 
@@ -57,24 +58,14 @@ def test_columns_gather_ids_and_add_up_squares():
     assert rows_of(sgd, "every", "shard") == {vectors, gathered}
 
 
-def test_whole_tables_share_slots_where_they_are_on_different_devices():
-    """Five tables on four devices: the fullest holds two."""
-    tables = {f"t{i}": js.Table(1000, 8, shard="table") for i in range(5)}
-    slots = DEVICES * 2 * IDS
-    total = INT * slots + 2 * FLOAT * 8 * slots
-    assert rows_of(report(tables), "every", "shard") == {("all-to-all", 3, total)}
-
-
-@pytest.mark.parametrize("axis_name", ["shard", None])
-def test_one_device_sends_nothing(axis_name):
-    assert not report(embeddings_of_all_kinds().tables, 1, axis_name=axis_name).rows
+def test_one_device_sends_nothing():
+    assert not report(embeddings_of_all_kinds().tables, 1).rows
 
 
 def test_specs_of_requests_are_those_of_what_an_exchange_returns():
     """Requests of columns are equal on all devices, all else is split over them."""
     emb = embeddings_of_all_kinds().over(DEVICES)
-    ids = jax.ShapeDtypeStruct((16, LENGTH), jnp.int32)
-    bags = {"t0": js.embedding.Bags(ids, jax.ShapeDtypeStruct(ids.shape, jnp.float32)), "t1": ids}
+    bags = dict.fromkeys(("t0", "t1"), jax.ShapeDtypeStruct((16, LENGTH), jnp.int32))
     specs = emb.request_specs(bags)
     assert specs.asked == {"t0": P("shard"), "t1": P()}
     mesh = js.make_mesh({"shard": DEVICES}, devices=jax.devices()[:DEVICES])
@@ -167,73 +158,3 @@ def test_each_owner_has_so_many_slots_for_distinct_ids(seed, few):
         parts = [np.unique(part[part >= 0]) for part in ids.reshape(DEVICES, -1)]
         most = max(np.bincount(owners[part], minlength=1).max() for part in parts)
         assert needed[name] == max(1, most)
-
-
-ROOM, SLOTS = 0.3, 5
-
-
-@functools.cache
-def patching(everything):
-    """Return what `refresh_vectors` makes of vectors of an older table, on two devices."""
-    tables = {"r": js.Table(128, 2), "c": js.Table(64, 2, shard="column")}
-    emb = js.embeddings(tables, axis_name="s", optimizer=js.rowwise_sgd(1.0), capacity=SLOTS)
-    emb = emb.over(2)
-
-    def run(old, new, changed, bags):
-        requests = emb.exchange_ids(bags)
-        vectors = emb.lookup(old, requests)
-        changed = {name: x[0] for name, x in changed.items()}
-        vectors, sent = refresh_vectors(
-            emb.layout(), new, requests, vectors, changed, room=ROOM, everything=everything
-        )
-        return emb.pooled(vectors, requests), {n: x[None] for n, x in sent.items()}
-
-    program = jax.shard_map(
-        run,
-        mesh=js.make_mesh({"s": 2}, devices=jax.devices()[:2]),
-        in_specs=(emb.specs, emb.specs, P("s"), P("s")),
-        out_specs=P("s"),
-        check_vma=False,
-    )
-    return emb, jax.jit(program)
-
-
-@pytest.mark.parametrize("everything", [False, True])
-@given(st.integers(0, 2**20), st.integers(0, 12))
-def test_rows_that_changed_are_sent_again_and_no_others(everything, seed, count):
-    """All rows are other ones in the new tables, so that what is not sent again would show."""
-    emb, program = patching(everything)
-    rng = np.random.default_rng(seed)
-    sizes = {name: table.num_rows for name, table in emb.tables.items()}
-    old = {name: rng.normal(size=(n, 2)).astype("f4") for name, n in sizes.items()}
-    new = {name: x + 10 for name, x in old.items()}
-    bags = {name: rng.integers(0, n, (2, 5)).astype(np.int32) for name, n in sizes.items()}
-    stored = emb.write(new)
-    # Of rows: the device and the place there; of columns each device has some, of every row.
-    places = np.asarray(stored["r"])[:, 0]
-    order = {x: divmod(i, 64) for i, x in enumerate(places.tolist())}
-    place_of = [order[x] for x in new["r"][:, 0].tolist()]
-    some = {name: rng.choice(n, min(count, n), replace=False) for name, n in sizes.items()}
-    changed = {name: np.full((2, 12), 99, np.int32) for name in some}
-    for device in (0, 1):
-        rows = [place_of[row][1] for row in some["r"] if place_of[row][0] == device]
-        for name, numbers in (("r", rows), ("c", some["c"])):
-            changed[name][device, : len(numbers)] = sorted(numbers)
-    found, sent = program(emb.write(old), stored, changed, bags)
-    # Of each pair of devices so many slots may be sent again, else all are.
-    hits, asked = {}, {}
-    for name, ids in bags.items():
-        parts = [np.unique(x) for x in ids]
-        held = lambda i, d, name=name: name == "c" or place_of[i][0] == d  # noqa: E731
-        pairs = [[[i for i in part if held(i, d)] for d in (0, 1)] for part in parts]
-        hits[name] = [[np.isin(x, some[name]).sum() for x in part] for part in pairs]
-        asked[name] = [[len(x) for x in part] for part in pairs]
-    whole = everything or max(np.max(hits[name]) for name in bags) > math.ceil(ROOM * SLOTS)
-    for name, ids in bags.items():
-        is_new = np.full(ids.shape, True) if whole else np.isin(ids, some[name])
-        wanted = np.where(is_new[..., None], new[name][ids], old[name][ids]).sum(axis=1)
-        np.testing.assert_allclose(found[name], wanted, rtol=1e-5)
-        counted = np.array(asked[name] if whole else hits[name])
-        # Columns: every device sends its own to each that asks, and counts one of them.
-        wanted_counts = counted.diagonal() if name == "c" else counted.sum(axis=0)
-        np.testing.assert_array_equal(sent[name], wanted_counts)

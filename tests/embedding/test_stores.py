@@ -1,7 +1,6 @@
 """Where rows lie: each in one place, alike for many numbers of devices, small ids apart."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -13,12 +12,11 @@ from jaxslowmo.embedding._stores import layout_of
 KEY = jax.random.key(3)
 
 
-def emb_of(tables, size, axis_name="shard"):
-    emb = js.embeddings(tables, axis_name=axis_name, optimizer=js.rowwise_sgd(0.1))
-    return emb.over(size)
+def emb_of(tables, size):
+    return js.embeddings(tables, axis_name="shard", optimizer=js.rowwise_sgd(0.1)).over(size)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 64])
+@pytest.mark.parametrize("size", [1, 3, 8, 64])
 def test_every_row_has_a_place_of_its_own_and_neighbours_lie_apart(size):
     """Read off the arrays that are stored, block by block as devices hold them."""
     emb = emb_of({"t": js.Table(1000, 1)}, size)
@@ -33,20 +31,12 @@ def test_every_row_has_a_place_of_its_own_and_neighbours_lie_apart(size):
     if 64 % size == 0:
         assert all(len(set(owners[i : i + size])) == size for i in range(1000 - size))
     assert np.ptp(np.bincount(owners[:640], minlength=size)) <= 64 // size
+    if 64 % size == 0:  # then these numbers of devices store a table alike
+        whole = emb_of({"t": js.Table(1000, 1)}, 1).write({"t": numbers})["t"]
+        np.testing.assert_array_equal(whole[:, 0], stored)
     # What the host believes, which counts slots.
     place = layout_of({"t": js.Table(1000, 1)}, size).places["t"]
     np.testing.assert_array_equal(place.owners_of(np.arange(1000)), owners)
-
-
-def test_one_two_four_to_64_devices_store_a_table_alike():
-    tables = {"t": js.Table(70, 2)}
-    stored = [
-        emb_of(tables, size).write({"t": np.arange(140.0).reshape(70, 2)})["t"]
-        for size in (1, 2, 64)
-    ]
-    assert stored[0].shape == (128, 2)
-    for other in stored[1:]:
-        np.testing.assert_array_equal(stored[0], other)
 
 
 def test_tables_are_read_off_devices_with_explicit_axes(mesh_of):
@@ -57,63 +47,30 @@ def test_tables_are_read_off_devices_with_explicit_axes(mesh_of):
     whole = jax.jit(emb.init)(KEY)
     placed = {n: jax.device_put(x, NamedSharding(mesh, emb.specs[n])) for n, x in whole.items()}
     bags = {"t0": np.array([[0, 39], [-1, 7]])}
-
-    @jax.jit
-    def used(stored):
-        tables = emb.read(stored)
-        return tables, emb.write(tables), emb.reference(stored, bags)
-
-    wanted = used(whole)
-    jax.tree.map(np.testing.assert_array_equal, used(placed), wanted)
-    jax.tree.map(np.testing.assert_array_equal, emb.read(placed), wanted[0])
+    used = jax.jit(lambda stored: (emb.write(emb.read(stored)), emb.reference(stored, bags)))
+    jax.tree.map(np.testing.assert_array_equal, used(placed), used(whole))
+    jax.tree.map(np.testing.assert_array_equal, emb.read(placed), emb.read(whole))
 
 
-def test_whole_tables_are_spread_by_their_rows_and_those_of_a_width_share_an_array():
-    rows = {"a": 100, "b": 60, "c": 50, "d": 10, "e": 5}
-    tables = {name: js.Table(n, 4, shard="table") for name, n in rows.items()}
-    tables["wide"] = js.Table(7, 8, shard="table")
-    tables["half"] = js.Table(7, 4, shard="table", dtype=jnp.bfloat16)
-    layout = layout_of(tables, 2)
-    assert {n: s.num_rows for n, s in layout.stores.items()} == {
-        "tables_float32_4_over_2": 2 * 115,  # 100 + 10 + 5 and 60 + 50
-        "tables_float32_8_over_2": 2 * 7,
-        "tables_bfloat16_4_over_2": 2 * 7,
-    }
-    owners = {"a": 0, "b": 1, "c": 1, "d": 0, "e": 0}
-    assert {n: p.first_owner for n, p in layout.places.items() if n in rows} == owners
-    assert [layout.places[n].first_row for n in rows] == [0, 0, 60, 100, 110]
-
-
-# First values
-
-
-def test_first_values_of_each_device_are_its_part_of_the_whole():
-    emb = embeddings_of_all_kinds().over(4)
-    mesh = js.make_mesh({"shard": 4}, devices=jax.devices()[:4])
-    local = jax.shard_map(lambda: emb.init_local(KEY), mesh=mesh, in_specs=(), out_specs=emb.specs)
-    jax.tree.map(np.testing.assert_array_equal, jax.jit(local)(), jax.jit(emb.init)(KEY))
-
-
-@pytest.mark.parametrize("shard", ["row", "column"])
-def test_no_device_makes_a_whole_table(shard):
-    """The largest array of the program is a device's part of what is stored."""
-    emb = emb_of({"t": js.Table(64 * 50, 16, shard=shard)}, 8)
-    init = jax.shard_map(
-        lambda: emb.init_local(KEY),
-        mesh=js.make_mesh({"shard": 8}),
-        in_specs=(),
-        out_specs=emb.specs,
-    )
-    memory = jax.jit(init).lower().compile().memory_analysis()
-    own = 4 * 64 * 50 * 16 // 8
-    assert memory.output_size_in_bytes == own
+def test_a_device_makes_its_part_of_the_first_values_and_never_a_whole_table():
+    own_values = jax.nn.initializers.constant(0.5)
+    columns = js.Table(64 * 50, 16, shard="column", init=own_values)
+    tables = {"t": js.Table(64 * 50, 16), "c": columns}
+    emb, mesh = emb_of(tables, 8), js.make_mesh({"shard": 8})
+    init = jax.shard_map(lambda: emb.init_local(KEY), mesh=mesh, in_specs=(), out_specs=emb.specs)
+    program = jax.jit(init).lower().compile()
+    jax.tree.map(np.testing.assert_array_equal, program(), emb.init(KEY))
+    np.testing.assert_array_equal(emb.read(emb.init(KEY))["c"], np.full((64 * 50, 16), 0.5))
+    memory = program.memory_analysis()
+    own = 2 * 4 * 64 * 50 * 16 // 8
+    assert memory.output_size_in_bytes < 1.01 * own
     assert memory.temp_size_in_bytes < 3 * own
 
 
 def test_first_values_do_not_depend_on_how_a_table_is_shared_nor_on_other_tables():
     """They are uniform, those of other names and keys are others, and padding is zero."""
     shape, names = (100, 64), ("t", "other")
-    kinds = [("row", 1), ("row", 2), ("column", 2), ("table", 4)]
+    kinds = [("row", 1), ("column", 2), ("table", 4)]
 
     @jax.jit
     def made(key):
@@ -132,13 +89,4 @@ def test_first_values_do_not_depend_on_how_a_table_is_shared_nor_on_other_tables
     table = np.asarray(alone["t"])
     assert 0.095 < np.abs(table).max() <= 0.1
     assert abs(table.mean()) < 0.005
-    assert len(np.unique(table)) > 6300
     assert sum(not row.any() for row in np.asarray(stored["t"])) == 28
-
-
-def test_an_initializer_and_a_dtype_of_ones_own():
-    init = jax.nn.initializers.constant(0.5)
-    emb = emb_of({"t": js.Table(9, 4, init=init, dtype="bfloat16")}, 2)
-    found = emb.read(emb.init(KEY))["t"]
-    assert found.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(found, np.full((9, 4), 0.5, jnp.bfloat16))

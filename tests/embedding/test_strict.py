@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 import jaxslowmo as js
 from support.strict import SETTINGS, assert_equal_bits
@@ -26,23 +25,17 @@ def loss_fn(params, batch, *, embedded):
 
 def program(mesh):
     """Train tables that devices share, one step ahead and by hand; return what came of it."""
-    tables = {
-        "user": js.Table(10, 3, optimizer=js.rowwise_adagrad(0.1), features=["user"]),
-        "item": js.Table(9, 3, shard="table", pooling=None, features=["item"]),
-    }
+    user = js.Table(10, 3, optimizer=js.rowwise_adagrad(0.1))
+    item = js.Table(9, 3, shard="table", pooling=None)
     embeddings = js.embeddings(
-        tables,
+        {"user": user, "item": item},
         axis_name="shard",
         inputs=lambda batch: {"user": batch["user"], "item": batch["item"]},
         optimizer=js.rowwise_sgd(0.1, momentum=0.5),
     )
-    step = js.make_train_step(
-        loss_fn,
-        optax.sgd(0.1),
-        gradients=js.all_reduce_gradients("replica"),
-        embeddings=embeddings,
-        mesh=mesh,
-    )
+    gradients = js.all_reduce_gradients("replica")
+    options = {"gradients": gradients, "embeddings": embeddings, "mesh": mesh}
+    step = js.make_train_step(loss_fn, optax.sgd(0.1), **options)
     params = {"w": np.ones(3, np.float32)}
     drawn = step.embeddings.read(step.consensus(step.init(params)).tables)
     state = step.init(js.embedding.WithTables(params, step.embeddings.write(drawn)))
@@ -54,9 +47,8 @@ def program(mesh):
     return metrics, step.embeddings.read(consensus.tables), consensus.dense
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_tables_train_alike(setting):
+def test_tables_train_alike():
     mesh = js.make_mesh({"replica": 2, "shard": 2})
     expected = program(mesh)
-    with SETTINGS[setting](mesh):
+    with SETTINGS["set_mesh"](mesh), SETTINGS["checks"](mesh):
         assert_equal_bits(program(mesh), expected)

@@ -18,33 +18,24 @@ SHARDS, POOLINGS = ("row", "column", "table"), ("sum", "mean", None)
 # Devices that share a replica's tables, replicas (None: no axis of them), and whether types of
 # shard_map are checked; no axis at all where there are no devices.
 LAYOUTS = [(4, None, True), (None, None, True), (2, 2, True), (3, None, False)]
+MAKERS = {"adagrad": js.rowwise_adagrad, "sgd": js.rowwise_sgd, "adam": js.rowwise_adam}
+
+
+def both(kind: str, rate: Any, by_count: Any = None, **options: Any) -> tuple[Any, Rule]:
+    """The optimizer and its rule in NumPy, whose rate is `by_count` where `rate` is a schedule."""
+    return MAKERS[kind](rate, **options), Rule(kind, by_count or (lambda n: rate), **options)
+
+
+FALLING, STEEP = optax.linear_schedule(0.2, 0.1, 2), optax.linear_schedule(0.4, 0.1, 3)
 OPTIMIZERS = [
-    (
-        js.rowwise_adagrad(0.3, eps=1e-3, initial=0.1),
-        Rule("adagrad", lambda n: 0.3, eps=1e-3, initial=0.1),
-    ),
-    (js.rowwise_sgd(0.3, weight_decay=0.1), Rule("sgd", lambda n: 0.3, decay=0.1)),
-    (
-        js.rowwise_adam(0.1, b1=0.6, b2=0.9, eps=0.3, weight_decay=0.1),
-        Rule("adam", lambda n: 0.1, eps=0.3, decay=0.1, b1=0.6, b2=0.9),
-    ),
-    (
-        js.rowwise_sgd(0.2, momentum=0.7, nesterov=True, weight_decay=0.1),
-        Rule("sgd", lambda n: 0.2, momentum=0.7, nesterov=True, decay=0.1),
-    ),
-    (
-        js.rowwise_adam(optax.linear_schedule(0.2, 0.1, 2), b2=0.9, eps=0.3, per_row=True),
-        Rule("adam", lambda n: max(0.1, 0.2 - n / 20), eps=0.3, b1=0.9, b2=0.9, per_row=True),
-    ),
-    (
-        js.rowwise_adagrad(lambda n: 0.5 / (n.astype(jnp.float32) + 1)),
-        Rule("adagrad", lambda n: 0.5 / (n + 1), eps=1e-8),
-    ),
-    (js.rowwise_sgd(0.2, momentum=0.7), Rule("sgd", lambda n: 0.2, momentum=0.7)),
-    (
-        js.rowwise_sgd(optax.linear_schedule(0.4, 0.1, 3)),
-        Rule("sgd", lambda n: 0.4 - 0.1 * n),
-    ),
+    both("adagrad", 0.3, eps=1e-3, initial=0.1),
+    both("sgd", 0.3, weight_decay=0.1),
+    both("adam", 0.1, b1=0.6, b2=0.9, eps=0.3, weight_decay=0.1),
+    both("sgd", 0.2, momentum=0.7, nesterov=True, weight_decay=0.1),
+    both("adam", FALLING, lambda n: max(0.1, 0.2 - n / 20), b2=0.9, eps=0.3, per_row=True),
+    both("adagrad", lambda n: 0.5 / (n.astype(jnp.float32) + 1), lambda n: 0.5 / (n + 1)),
+    both("sgd", 0.2, momentum=0.7),
+    both("sgd", STEEP, lambda n: 0.4 - 0.1 * n),
 ]
 # Signed and unsigned; of 8 bits there are fewer ids than rows, and of 64 jax keeps 32.
 ID_TYPES = ["int32", "int8", "uint16", "int64"]

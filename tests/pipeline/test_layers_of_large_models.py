@@ -84,30 +84,27 @@ def without_stages(replicas):
     return trained(MODEL, js.virtual_mesh({"replica": replicas}))
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "zbv"])
-@pytest.mark.parametrize("executor", ["one_program", "host"])
-@pytest.mark.parametrize("inner", [("tensor",), ("fsdp",), ("fsdp", "tensor")])
+@pytest.mark.parametrize(
+    ("inner", "executor", "schedule"),
+    [
+        (("tensor",), "one_program", "zbv"),
+        (("fsdp",), "one_program", "one_f_one_b"),
+        (("fsdp", "tensor"), "host", "zbv"),
+    ],
+)
 def test_they_train_as_without_stages(mesh_of, inner, executor, schedule):
     mesh = mesh_of({"replica": 8 // 2 ** (1 + len(inner)), "stage": 2, **dict.fromkeys(inner, 2)})
     pipe = pipeline(mesh, schedule, executor)
-    if len(inner) == 2 and executor == "one_program":
-        # The compiler would permute activations among the devices of all stages.
-        with pytest.raises(ValueError, match=r"for '.*' of a layer .*`executor`=\"host\""):
-            trained(pipe, mesh)
-        return
-    for found, known in zip(
-        trained(pipe, mesh), without_stages(mesh.shape["replica"]), strict=True
-    ):
-        assert_close(found, known)
+    assert_close(trained(pipe, mesh), without_stages(mesh.shape["replica"]))
 
 
 def test_what_would_not_end_is_refused_again(mesh_of):
+    """In one program the compiler would permute activations among the devices of all stages."""
     mesh = mesh_of({"replica": 1, "stage": 2, "fsdp": 2, "tensor": 2})
-    step = js.make_train_step(
-        pipeline(mesh, "gpipe", "one_program"), optax.sgd(0.1), mesh=mesh, sync="none"
-    )
+    pipe = pipeline(mesh, "gpipe", "one_program")
+    step = js.make_train_step(pipe, optax.sgd(0.1), mesh=mesh, sync="none")
     state = step.init(PARAMS)
     batch = {"x": np.ones((4, WIDTH), np.float32), "y": np.ones((4, 2), np.float32)}
-    for run in (step, step, step.evaluate, step.collect):
-        with pytest.raises(ValueError, match="wait for the others forever"):
+    for run in (step, step, step.evaluate):
+        with pytest.raises(ValueError, match=r"for '.*' of a layer .*`executor`=\"host\""):
             run(state, batch)

@@ -1,6 +1,5 @@
 """A small model of layers, and comparisons of its pipelines with the model on one device."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -66,23 +65,3 @@ def assert_close(actual: Any, expected: Any, tolerance: float = 1e-5) -> None:
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance * largest)
 
     jax.tree.map(check, actual, expected)
-
-
-def assert_gradients_alike(
-    pipe: js.pipeline.Pipelined,
-    model: js.LayeredModel,
-    params: Sequence[Any],
-    batch: Any,
-    stacked: Any,
-) -> None:
-    """Raise unless loss, metrics, gradients and their norm are those of the model on one device."""
-    values, grads = jax.jit(jax.value_and_grad(pipe, has_aux=True))(stacked, batch)
-    alone = jax.jit(jax.value_and_grad(model, has_aux=True))
-    expected_values, expected = alone(list(params), batch)
-    assert_close(values, expected_values)
-    assert_close(pipe.layout.unstack(grads), expected)
-    # Of everything, padding included: a sum that was scaled or counted twice would show.
-    norms = [
-        np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(t))) for t in (grads, expected)
-    ]
-    np.testing.assert_allclose(*norms, rtol=1e-5)

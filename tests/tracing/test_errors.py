@@ -20,8 +20,6 @@ def traced(argument, value="", loss=product, params=VECTOR, fn=js.gradients.read
 ROWS = {
     "a number as a loss": traced("`loss_fn`", "int", 3),
     "a vector as a loss": traced("`loss_fn`", "(3,)", lambda p, x: p * x),
-    "metrics that are no dict": traced("`loss_fn`", "dict", lambda p, x: (jnp.sum(p), [1.0])),
-    "no parameters": traced("`params`", params={}, fn=js.gradients.unused_parameters),
     "an int32 parameter": traced("`params`", "n (int32)", params={"n": jnp.ones(3, jnp.int32)}),
     "model state of a loss without": traced("`model_state`", model_state={"mean": VECTOR}),
     "unused parameters": traced(

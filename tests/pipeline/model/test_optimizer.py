@@ -1,98 +1,49 @@
 """On each stage an optimizer sees the leaves of the model: steps equal those without stages."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.tracing import equations_in
-from jaxslowmo.tree import parts_of
-from support.exhaustive import sweep
-from support.layered import assert_close, language_model, tokens
+from support.layered import assert_close, block, embed, language_model, loss, tokens
 from support.optimizers import names as path_names
-from support.optimizers import of_all_leaves, per_leaf
+from support.optimizers import per_leaf
 
-STEPS = 4
 MODEL, PARAMS = language_model(2)
-SCHEDULES = {
-    "one_f_one_b": js.schedules.one_f_one_b(4, 4),
-    "zbv": js.schedules.zbv(2, 4),
-    "interleaved": js.schedules.interleaved(2, 4, 2),
-    "gpipe": js.schedules.gpipe(1, 4),
-}
-PER_LEAF = per_leaf(PARAMS)
 BLOCK = {"up": P("fsdp", "tensor"), "bias": P("tensor"), "down": P("tensor", "fsdp")}
 SPECS = [P(None, "fsdp"), BLOCK, BLOCK, P(None, "fsdp")]
 INNER = {"replica": 1, "stage": 2, "fsdp": 2, "tensor": 2}
 
 
-def pipeline(mesh, schedule=SCHEDULES["zbv"], **options):
-    return js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, **options)
+def pipeline(mesh, **options):
+    return js.pipelined(MODEL, PARAMS, js.schedules.zbv(2, 4), mesh=mesh, **options)
 
 
-def trained(loss_fn, mesh, optimizer, **options):
-    options.setdefault("sync", "none")
-    step = js.make_train_step(loss_fn, optimizer, mesh=mesh, **options)
-    state = step.init(PARAMS)
-    for i in range(STEPS):
+def trained(loss_fn, mesh, optimizer, params=PARAMS):
+    """Return state, metrics and consensus after three steps."""
+    step = js.make_train_step(loss_fn, optimizer, mesh=mesh, sync="none")
+    state = step.init(params)
+    for i in range(3):
         state, metrics = step(state, tokens(16, seed=i))
-    return state, metrics
+    return state, metrics, step.consensus(state)
 
 
-def check(mesh, pipe, optimizer, tolerance=1e-5, **options):
-    """Check that parameters and metrics are those without stages."""
-    found, metrics = trained(pipe, mesh, optimizer, **options)
-    alone = js.virtual_mesh({"replica": mesh.shape["replica"]})
-    known, expected = trained(MODEL, alone, optimizer, **options)
-    assert_close(metrics, expected, tolerance)
-    assert_close(pipe.layout.unstack_like(found.params), known.params, tolerance)
-    return found, known
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    sweep(
-        [(name, kind) for name in PER_LEAF for kind in SCHEDULES],
-        lambda *case: case == ("partition", "zbv"),
-    ),
-)
-def test_steps_of_optimizers_equal_those_without_stages(mesh_of, name, kind):
-    schedule = SCHEDULES[kind]
-    mesh = mesh_of({"replica": 2, "stage": schedule.num_stages})
-    # Muon's iteration makes all singular values equal, those of rounding too.
-    tolerance = 1e-4 if name == "muon" else 1e-5
-    pipe = pipeline(mesh, schedule)
-    found, known = check(mesh, pipe, PER_LEAF[name], tolerance)
-    layers = pipe.layout.unstack_like(found.opt_state)
-    assert jax.tree.structure(layers) == jax.tree.structure(known.opt_state)
-    assert_close(layers, known.opt_state, tolerance)
-
-
-@pytest.mark.exhaustive  # the next test is the usual case
-@pytest.mark.parametrize("name", ["mask_by_name", "lamb", "adafactor", "muon"])
-def test_leaves_may_be_sharded_inside_of_stages(mesh_of, name):
-    pipe = pipeline(mesh_of(INNER), data_axes=("fsdp",), param_specs=SPECS)
-    check(pipe.mesh, pipe, PER_LEAF[name])
-
-
-def test_axes_may_be_explicit():
+def test_steps_and_states_are_those_without_stages_and_axes_may_be_explicit():
     kinds = (AxisType.Auto, AxisType.Auto, AxisType.Explicit)
     mesh = jax.make_mesh((2, 2, 2), ("replica", "stage", "fsdp"), axis_types=kinds)
     block = {"up": P("fsdp"), "bias": P(), "down": P(None, "fsdp")}
     specs = [P(None, "fsdp"), block, block, P(None, "fsdp")]
     pipe = pipeline(mesh, data_axes=("fsdp",), param_specs=specs)
-    check(mesh, pipe, PER_LEAF["lamb"])
-
-
-def test_all_axes_may_be_explicit():
-    """As those that `jax.make_mesh` of jax 0.12 makes."""
-    kinds = (AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((2, 2), ("replica", "stage"), axis_types=kinds)
-    check(mesh, pipeline(mesh), PER_LEAF["lamb"])
+    optimizer = per_leaf(PARAMS)["partition"]
+    found, metrics, _ = trained(pipe, mesh, optimizer)
+    known, expected, _ = trained(MODEL, js.virtual_mesh({"replica": 2}), optimizer)
+    assert_close(metrics, expected)
+    assert_close(pipe.layout.unstack_like(found.params), known.params)
+    layers = pipe.layout.unstack_like(found.opt_state)
+    assert jax.tree.structure(layers) == jax.tree.structure(known.opt_state)
+    assert_close(layers, known.opt_state)
 
 
 def test_moments_lie_as_the_parameters_and_nothing_is_gathered(mesh_of):
@@ -110,79 +61,12 @@ def test_moments_lie_as_the_parameters_and_nothing_is_gathered(mesh_of):
         assert x.is_equivalent_to(NamedSharding(x.mesh, spec), len(spec))
 
 
-# A clip far above all norms; a distance that grows; an axis that is mapped; ours, inside of an
-# optax.chain; a number that is not finite.
-TOLD = {"a_large_norm", "prodigy", "hidden_reduction", "hidden_clip", "apply_if_finite"}
-
-
-@pytest.mark.parametrize("name", sweep(of_all_leaves(), lambda name: name in TOLD))
-def test_what_needs_all_leaves_is_refused_when_the_state_is_made(mesh_of, name):
-    tx = js.chain(of_all_leaves()[name])
-    with pytest.raises(ValueError, match=r"`optimizer`.*other stages"):
-        jax.eval_shape(tx.init, pipeline(mesh_of({"replica": 2, "stage": 2})).layout.types)
-
-
-def test_ours_see_all_stages_and_count_tied_leaves_once(mesh_of):
-    mesh = mesh_of({"replica": 2, "stage": 2})
-    once = [None] * 3 + [{"table": np.zeros((8, 4))}]
-
-    def optimizer(counted):
-        clip = js.clip_by_global_norm(0.3, counted=counted)
-        return js.dynamic_loss_scale(js.chain(clip, PER_LEAF["mask_by_ndim"]), initial=8.0)
-
-    pipe = pipeline(mesh)
-    found, _ = trained(pipe, mesh, optimizer(None))
-    known, _ = trained(MODEL, js.virtual_mesh({"replica": 2}), optimizer(once))
-    assert_close(pipe.layout.unstack_like(found.params), known.params)
-    both = [parts_of(s.opt_state, js.gradients.ClipByGlobalNormState)[0] for s in (found, known)]
-    assert_close(*both)
-    assert (np.asarray(both[0].clip_factor) < 1).all()
-
-
-def test_an_optimizer_sees_the_tree_of_the_model_with_tied_leaves_once(mesh_of):
-    seen = []
-
-    def init(params):
-        seen.append(jax.tree.map(jnp.shape, params))
-        return optax.EmptyState()
-
-    def update(updates, state, params=None):
-        return jax.tree.map(lambda x: x / jnp.sum(x), updates), state
-
-    pipe = pipeline(mesh_of({"stage": 4}), SCHEDULES["one_f_one_b"])
-    jax.eval_shape(js.chain(optax.GradientTransformation(init, update)).init, pipe.layout.types)
-    once = jax.tree.map(np.shape, PARAMS)
-    once[-1]["table"] = None
-    assert once in seen
-
-
-def test_each_stage_prints_its_own_leaves(mesh_of, capfd):
-    def printing(updates, state, params=None):
-        for i, layer in enumerate(updates):
-            for name, x in layer.items():
-                if x is not None:
-                    jax.debug.print("layer " + str(i) + f" {name}" + " {}", x.size)
-        jax.debug.print("count {}", state)
-        return jax.tree.map(lambda x: x / jnp.sum(x), updates), state + 1
-
-    pipe = pipeline(mesh_of({"stage": 2}))
-    tx = js.chain(optax.GradientTransformation(lambda params: jnp.zeros([], int), printing))
-    stacked = pipe.layout.stack(PARAMS)
-    jax.block_until_ready(jax.jit(tx.update)(stacked, tx.init(stacked), stacked))
-    jax.effects_barrier()
-    lines = capfd.readouterr().out.splitlines()
-    assert lines.count("count 0") == 2
-    for i, layer in enumerate(PARAMS):
-        for name, x in layer.items():
-            if (i, name) != (len(PARAMS) - 1, "table"):
-                assert f"layer {i} {name} {x.size}" in lines
-
-
 def test_what_mixes_is_refused_when_the_step_is_made(mesh_of):
     """With what to use instead."""
     pipe = pipeline(mesh_of({"stage": 2}))
     for tx, instead in {
         optax.clip_by_global_norm(1.0): "js.clip_by_global_norm",
+        optax.clip_by_global_norm(2.0): "'0/table'",
         optax.apply_if_finite(optax.sgd(0.1), 3): "optax.apply_if_finite use js.dynamic_loss_scale",
         optax.chain(optax.flatten(optax.adam(0.1))): "computed from",
         optax.stateless(lambda updates, params: updates["no layers"]): "TypeError",
@@ -208,20 +92,39 @@ def test_hyperparameters_are_read_and_set_as_without_stages(mesh_of):
     assert_close(pipe.layout.unstack_like(state.params), known.params)
 
 
-def test_stages_with_equal_leaves_share_a_branch(mesh_of):
-    model, params = language_model(6)
-    schedule = js.schedules.one_f_one_b(4, 4)
-    types = js.pipelined(model, params, schedule, mesh=mesh_of({"stage": 4})).layout.types
+def scored(params, x):
+    return x @ params["lm_head"].T
 
-    def branches(tx):
-        tx = js.chain(tx)
-        program = jax.make_jaxpr(tx.update)(types, jax.eval_shape(tx.init, types), types)
-        (switch,) = [e for e in equations_in(program) if e.primitive.name == "cond"]
-        return len(switch.params["branches"])
 
-    assert branches(optax.scale_by_trust_ratio()) == 3  # first, the two in between, last
+def test_a_tied_parameter_is_one_to_the_optimizer_whatever_its_copies_are_called():
+    """By hand the second copy does not exist. They lie on two devices, or both on one (zbv)."""
 
-    def decay(tree):
-        return jax.tree.map(lambda name: "[2]" not in name, path_names(tree))
+    def is_copy(tree):
+        return jax.tree.map(lambda name: "lm_head" in name, path_names(tree))
 
-    assert branches(optax.add_decayed_weights(0.1, mask=decay)) == 4
+    tx = optax.adamw(0.05, weight_decay=0.3, mask=is_copy)
+    tie = (0, "table"), (3, "lm_head")
+    model = js.LayeredModel([embed, block, block, scored], loss, tied=[tie])
+    params = [*PARAMS[:3], {"lm_head": PARAMS[0]["table"]}]
+
+    def by_hand(own, batch):
+        x = block(own[2], block(own[1], embed(own[0], batch)))
+        return loss(x @ own[0]["table"].T, batch)[0]
+
+    @jax.jit
+    def update(own, state, batch):
+        updates, state = tx.update(jax.grad(by_hand)(own, batch), state, own)
+        return optax.apply_updates(own, updates), state
+
+    known, state = PARAMS[:3], tx.init(PARAMS[:3])
+    for i in range(3):
+        known, state = update(known, state, tokens(16, seed=i))
+    mesh = js.make_mesh({"replica": 1, "stage": 2})
+    zbv, gpipe = js.schedules.zbv(2, 2), js.schedules.gpipe(2, 2)
+    for loss_fn, on in (
+        (model, js.virtual_mesh({"replica": 1})),
+        (js.pipelined(model, params, zbv, mesh=mesh, executor="host"), mesh),
+        (js.pipelined(model, params, gpipe, mesh=mesh), mesh),
+    ):
+        found = trained(loss_fn, on, tx, params)[2]
+        assert_close(found, [*known, {"lm_head": known[0]["table"]}])

@@ -1,80 +1,76 @@
-"""Parameters of all stages in one tree and back: arrays, types, states that mirror them."""
+"""Which elements a device holds, for any leaves, layouts, cuts and placements of stages."""
 
+import itertools
+
+import hypothesis.strategies as st
 import jax
 import numpy as np
-import optax
-import pytest
+from hypothesis import given, settings
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 
-MODEL = js.LayeredModel(
-    [lambda p, x: x] * 5, lambda x, _: x.sum(), tied=[((0, "table"), (4, "table"))]
-)
-# A table is not of a kernel's shape. The last layer has another one than the first: it is tied.
-BLOCKS = [{"kernel": np.full((4, 4), i), "bias": np.full(4, -i)} for i in (1.0, 2.0, 3.0)]
-TABLES = [{"table": np.arange(24.0).reshape(6, 4) + i} for i in (0, 7)]
-PARAMS = jax.tree.map(np.float32, [TABLES[0], *BLOCKS, TABLES[1]])
-TIED = [*PARAMS[:4], PARAMS[0]]
-NAME = "float32/fsdp"
+SPECS = [P(), P("fsdp"), P(None, "tensor"), P(("tensor", "fsdp")), P("tensor", "fsdp")]
 
 
-def alike(tree, other):
-    def same(x, y):
-        if isinstance(x, jax.ShapeDtypeStruct):
-            assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        else:
-            np.testing.assert_array_equal(x, y)
+@settings(max_examples=8)
+@given(st.data())
+def test_a_device_has_its_part_of_its_stages_leaves_and_no_more_than_the_fullest(data):
+    schedule = data.draw(
+        st.sampled_from([js.schedules.gpipe(2, 2), js.schedules.interleaved(2, 2, 2)])
+        | st.just(js.schedules.zbv(2, 2))
+    )
+    count = schedule.num_model_stages
+    shapes = st.tuples(*[st.sampled_from([4, 8])] * 2)
+    leaf = st.tuples(shapes, st.sampled_from(SPECS), st.sampled_from(["float32", "int32"]))
+    layers = data.draw(
+        st.lists(st.dictionaries(st.sampled_from("abc"), leaf), min_size=count, max_size=7)
+    )
+    inner = data.draw(
+        st.sets(st.integers(1, len(layers) - 1), min_size=count - 1, max_size=count - 1)
+    )
+    ends = [0, *sorted(inner), len(layers)]
+    blocks = list(itertools.pairwise(ends))
+    parts = [[blocks[k] for k in own] for own in schedule.model_stages]
+    number = itertools.count(1)  # every element of the model is another one, and none is 0
+    params = [
+        {
+            n: np.array([next(number) for _ in range(s[0] * s[1])], d).reshape(s)
+            for n, (s, _, d) in own.items()
+        }
+        for own in layers
+    ]
+    specs = [{n: spec for n, (_, spec, _) in own.items()} for own in layers]
+    mesh = js.make_mesh({"stage": 2, "fsdp": 2, "tensor": 2})
+    model = js.LayeredModel([lambda p, x: x] * len(params), lambda x, _: x.sum())
+    layout = js.pipelined(model, params, schedule, mesh=mesh, parts=parts, param_specs=specs).layout
+    stacked = layout.stack(params)
 
-    jax.tree.map(same, tree, other)
+    held = {device: [] for device in mesh.devices.flat}
+    for x in stacked.values():
+        for shard in x.addressable_shards:
+            held[shard.device] += np.asarray(shard.data)[np.asarray(shard.data) != 0].tolist()
+    wanted = {device: [] for device in mesh.devices.flat}
+    for stage, own in enumerate(parts):
+        for i in itertools.chain(*(range(*block) for block in own)):
+            for name, x in params[i].items():
+                for shard in jax.device_put(
+                    x, NamedSharding(mesh, specs[i][name])
+                ).addressable_shards:
+                    if shard.device in mesh.devices[stage]:
+                        wanted[shard.device] += np.asarray(shard.data).ravel().tolist()
+    assert {d: sorted(x) for d, x in held.items()} == {d: sorted(x) for d, x in wanted.items()}
+    for x in stacked.values():
+        assert np.asarray(x).reshape(2, -1).all(1).any()  # a stage fills it
+    sizes = sum(x.size for x in stacked.values())
+    assert layout.num_padding == sizes - sum(x.size for x in jax.tree.leaves(params))
 
-
-def layout_on(mesh):
-    specs = [jax.tree.map(lambda x: P(*[None] * (x.ndim - 1), "fsdp"), layer) for layer in PARAMS]
-    parts = [[(0, 2)], [(2, 5)]]  # the embedding and a block; two blocks and the head
-    schedule = js.schedules.gpipe(2, 2)
-    pipe = js.pipelined(MODEL, PARAMS, schedule, mesh=mesh, parts=parts, param_specs=specs)
-    return pipe.layout
-
-
-@pytest.fixture(scope="module")
-def layout(mesh_of):
-    return layout_on(mesh_of({"replica": 2, "stage": 2, "fsdp": 2}))
-
-
-@pytest.fixture(scope="module")
-def stacked(layout):
-    return layout.stack(PARAMS)
-
-
-def test_a_norm_counts_a_shared_parameter_once(stacked):
-    wanted = np.sqrt(sum((np.float64(x) ** 2).sum() for x in jax.tree.leaves(PARAMS[:4])))
-    clip = js.clip_by_global_norm(1.0)
-    _, state = jax.jit(clip.update)(stacked, clip.init(stacked))
-    np.testing.assert_allclose(state.norm, wanted, rtol=1e-6)
-
-
-def test_arrays_wherever_they_are_traced_ones_and_types_are_stacked_alike(stacked, layout):
-    buffer = stacked[NAME]
-    assert buffer.sharding == NamedSharding(buffer.sharding.mesh, P("stage", "fsdp", None))
-    assert layout.specs[NAME] == P("stage", "fsdp", None)
-    alike(layout.unstack(stacked), TIED)
-    there = jax.device_put(PARAMS, NamedSharding(buffer.sharding.mesh, P()))
-    alike(layout.stack(there), stacked)
-    alike(jax.jit(layout.stack)(PARAMS), stacked)
-    alike(jax.jit(layout.unstack)(stacked), TIED)
-    types = layout.stack(jax.eval_shape(lambda: PARAMS))
-    assert types[NAME].shape == buffer.shape == (2, 2, (2 * (16 + 4) + 24) // 2)
-    assert types[NAME].sharding.spec == P("stage", "fsdp", None)
-    alike(jax.eval_shape(lambda: PARAMS), layout.unstack(types))
-
-
-def test_moments_of_a_run_are_read_as_those_of_layers(stacked, layout):
-    tx = optax.masked(optax.adam(0.1), lambda tree: [{n: n != "bias" for n in x} for x in tree])
-    state = jax.jit(js.chain(tx).init)(stacked)
-    layers = layout.unstack_like(jax.tree.map(lambda x: x + 1, state))
-    assert jax.tree.structure(layers) == jax.tree.structure(js.chain(tx).init(TIED))
-    mu = layers[0].inner_state[0].mu
-    assert mu[1]["bias"] == optax.MaskedNode()
-    np.testing.assert_array_equal(mu[4]["table"], np.ones((6, 4)))
+    back = layout.unstack(stacked)
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+    jax.tree.map(np.testing.assert_array_equal, layout.stack(back), stacked)
+    for x, spec in zip(jax.tree.leaves(back), jax.tree.leaves(specs), strict=True):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim)
+    two = jax.tree.map(lambda x: np.stack([x, -x]), params)
+    stacked = {"of": layout.packing.stack(two, num_lead=1)}
+    jax.tree.map(np.testing.assert_array_equal, layout.unstack_like(stacked), {"of": two})

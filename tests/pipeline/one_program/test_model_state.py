@@ -3,14 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxslowmo as js
-from support.exhaustive import sweep
 from support.layered import assert_close
 
-WIDTH, LAYERS = 4, 8
+WIDTH, LAYERS = 4, 6
 RANDOM = np.random.default_rng(3)
 
 
@@ -37,10 +35,10 @@ def loss(x, batch):
 PARAMS = [matrix() for _ in range(LAYERS)]
 STATES = [
     {},
-    *({"mean": np.full(WIDTH, 0.1 * i, np.float32), "count": np.int32(i)} for i in range(6)),
+    *({"mean": np.full(WIDTH, 0.1 * i, np.float32), "count": np.int32(i)} for i in range(4)),
     {},
 ]
-MODEL = js.LayeredModel([dense, *[normalized] * 6, dense], loss)
+MODEL = js.LayeredModel([dense, *[normalized] * 4, dense], loss)
 BATCH = {"x": RANDOM.normal(size=(16, WIDTH)).astype(np.float32)}
 
 
@@ -57,21 +55,9 @@ def one_by_one(params, states, batch, microbatches):
     return jax.jit(jax.value_and_grad(whole, has_aux=True))(params)
 
 
-USUAL = [("zbv", 2, True, "one_program"), ("interleaved", 2, False, "host")]
-
-
 @pytest.mark.parametrize(
     ("kind", "stages", "remat", "executor"),
-    sweep(
-        [
-            (k, s, r, e)
-            for k in ("one_f_one_b", "zero_bubble", "interleaved", "zbv", "gpipe")
-            for s in (1, 2, 4)
-            for r in (False, True)
-            for e in ("one_program", "host")
-        ],
-        lambda *case: case in USUAL,
-    ),
+    [("zbv", 2, True, "one_program"), ("interleaved", 2, False, "host")],
 )
 def test_state_goes_on_from_microbatch_to_microbatch(mesh_of, kind, stages, remat, executor):
     chunks = 2 if kind in ("interleaved", "zbv") else None
@@ -87,32 +73,8 @@ def test_state_goes_on_from_microbatch_to_microbatch(mesh_of, kind, stages, rema
     assert_close(value, expected)
     assert_close(pipe.state_layout.unstack(after), known)
     assert_close(pipe.layout.unstack(grads), wanted)
-    value, (_, after) = jit(pipe)(*given, model_state=states)
+    value, (_, after) = jit(pipe)(*given, model_state=states)  # forward passes alone
     assert_close((value, pipe.state_layout.unstack(after)), (expected, known))
-
-
-def trained(loss_fn, mesh):
-    sync = js.local_sgd("replica", sync_every=2)
-    options = {"sync": sync, "mesh": mesh, "model_state": "sync_mean"}
-    step = js.make_train_step(loss_fn, optax.sgd(0.05), **options)
-    state = step.init(PARAMS, model_state=STATES)
-    for i in range(2):
-        window, _ = step.collect(state, BATCH)
-        state, metrics = step(state, {"x": BATCH["x"] * (i + 1)}, window=window)
-    return state, metrics
-
-
-def test_steps_keep_model_state_together_as_without_stages(mesh_of):
-    mesh = mesh_of({"replica": 2, "stage": 2})
-    # One microbatch: the whole batch gives the statistics, as without stages.
-    options = {"model_state": STATES, "executor": "host"}
-    pipe = js.pipelined(MODEL, PARAMS, js.schedules.gpipe(2, 1), mesh=mesh, **options)
-
-    found, metrics = trained(pipe, mesh)
-    known, expected = trained(MODEL, js.virtual_mesh({"replica": 2}))
-    assert_close(metrics, expected)
-    assert_close(pipe.layout.unstack_like(found.params), known.params)
-    assert_close(pipe.state_layout.unstack_like(found.model_state), known.model_state)
 
 
 def test_statistics_of_data_shards_are_averaged(mesh_of):

@@ -1,11 +1,9 @@
 """A pipeline as a loss function: types, keys, derivatives, trees and meshes of its arguments."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
+from jax.dtypes import float0
 
 import jaxslowmo as js
 from support.layered import assert_close
@@ -29,10 +27,10 @@ def by_parts(model, batch):
     return lambda params: sum(model(params, x) for x in parts) / 4
 
 
-def test_activations_may_be_trees_of_any_types(mesh_of):
+def test_activations_and_parameters_may_be_trees_of_any_types(mesh_of):
     # bfloat16 values, integers and booleans travel; what has no cotangent gets none.
     def first(params, batch):
-        x = (batch["x"] @ params["w"]).astype(jnp.bfloat16)
+        x = (batch["x"] @ params["w"].astype(jnp.float32)).astype(jnp.bfloat16)
         return {"x": x, "count": jnp.arange(len(x)), "mask": (batch["x"][:, 0] > 0,)}
 
     def second(params, activations):
@@ -40,29 +38,19 @@ def test_activations_may_be_trees_of_any_types(mesh_of):
         x = jnp.where(activations["mask"][0][:, None], x, 0)
         return x * activations["count"][:, None].astype(x.dtype)
 
-    params = [{"w": jnp.eye(3)}, {"w": 2 * jnp.eye(3)}]
+    params = [{"w": jnp.eye(3, dtype=jnp.bfloat16)}, {"n": jnp.int32(7), "w": 2 * jnp.eye(3)}]
     pipe, stacked, model = pipeline(mesh_of, [first, second], params)
     batch = {"x": np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)}
-    loss, grads = jax.jit(jax.value_and_grad(pipe))(stacked, batch)
-    expected, expected_grads = jax.jit(jax.value_and_grad(by_parts(model, batch)))(params)
+    run = jax.value_and_grad(pipe, allow_int=True)
+    loss, grads = jax.jit(run)(stacked, batch)
+    by_hand = jax.value_and_grad(by_parts(model, batch), allow_int=True)
+    expected, (of_first, of_second) = jax.jit(by_hand)(params)
     assert_close(loss, expected)
-    assert_close(pipe.layout.unstack(grads), expected_grads, 1e-2)
-
-
-def test_parameters_keep_their_dtypes_and_integers_get_no_gradient(mesh_of):
-    def scaled(params, x):
-        return x * params["scale"][None] + params["offset"][None].astype(x.dtype)
-
-    leaf = {"scale": jnp.full(3, 2.0, jnp.bfloat16), "offset": jnp.arange(3)}
-    params = [leaf, jax.tree.map(lambda x: x + 1, leaf)]
-    pipe, stacked, model = pipeline(mesh_of, [scaled, scaled], params)
-    batch = np.ones((8, 3), jnp.bfloat16)
-    grads = jax.jit(jax.grad(pipe, allow_int=True))(stacked, batch)
-    expected_grads = jax.grad(model, allow_int=True)(params, batch)
-    assert grads["bfloat16"].dtype == jnp.bfloat16
-    assert grads["int32"].dtype == jax.dtypes.float0
-    for actual, expected in zip(np.asarray(grads["bfloat16"]), expected_grads, strict=True):
-        assert_close(actual.astype(np.float32), expected["scale"].astype(np.float32), 1e-2)
+    dtypes = {name: x.dtype for name, x in grads.items()}
+    assert dtypes == {"bfloat16": jnp.bfloat16, "float32": jnp.float32, "int32": float0}
+    for name, wanted in (("bfloat16", of_first["w"]), ("float32", of_second["w"])):
+        found = np.asarray(grads[name], np.float32).sum(0)
+        assert_close(found, np.asarray(wanted, np.float32).ravel(), 1e-2)
 
 
 def test_layers_may_sort_and_hold_loops_that_start_from_constants(mesh_of):
@@ -118,38 +106,21 @@ def test_gradients_are_those_of_parameters_once_or_twice_and_of_the_loss_alone(m
 
     def summed(stacked):
         loss, metrics = pipe(stacked, batch)
-        return 3 * loss + metrics["most"]
+        return 3 * loss + metrics["most"]  # of which no gradient comes
 
     expected = jax.grad(lambda p: 3 * model(p, batch))(params)
     assert_close(pipe.layout.unstack(jax.jit(jax.grad(summed))(stacked)), expected)
-    alone = jax.jit(jax.grad(lambda s: pipe(s, batch)[1]["most"]))(stacked)
-    assert not np.any(alone["float32"])
 
 
-def test_layers_may_all_be_without_parameters(mesh_of):
-    layers = [lambda params, x: x + 1.0, lambda params, x: x * 2.0]
-    pipe, stacked, _ = pipeline(mesh_of, layers, [{}, None])
-    loss, grads = jax.jit(jax.value_and_grad(pipe))(stacked, np.ones(8, np.float32))
-    assert (loss, dict(grads.items())) == (4.0, {})
-
-
-@pytest.mark.parametrize(
-    ("axes", "executor"), [({"stage": 2}, "host"), ({"replica": 2, "stage": 2}, "one_program")]
-)
-def test_explicit_meshes_take_the_models_own_tree(axes, executor):
-    devices = jax.devices()[: math.prod(axes.values())]
-    mesh = jax.make_mesh(tuple(axes.values()), tuple(axes), devices=devices)
+def test_explicit_meshes_take_the_models_own_tree():
+    """As `jax.make_mesh` of jax 0.12 makes them; the host's are in `host/`."""
+    mesh = jax.make_mesh((2, 2), ("replica", "stage"), devices=jax.devices()[:4])
     params = [{"w": np.full((3, 3), 0.1 * (i + 1), np.float32)} for i in range(4)]
-    model = js.LayeredModel(
-        [lambda p, x: jnp.tanh(x @ p["w"])] * 4, lambda out, batch: jnp.mean((out - batch) ** 2)
-    )
+    model = js.LayeredModel([lambda p, x: jnp.tanh(x @ p["w"])] * 4, mean_of_output)
     batch = np.arange(12, dtype=np.float32).reshape(4, 3) / 12
-    schedule = js.schedules.one_f_one_b(2, 2)
-    pipe = js.pipelined(model, params, schedule, mesh=mesh, executor=executor)
-    run = jax.value_and_grad(pipe)
-    run = jax.jit(run) if executor == "one_program" else run
+    pipe = js.pipelined(model, params, js.schedules.one_f_one_b(2, 2), mesh=mesh)
+    run = jax.jit(jax.value_and_grad(pipe))
     expected = jax.jit(jax.value_and_grad(model))(params, batch)
     assert_close(run(params, batch), expected)
-    if "replica" in axes:
-        value, grads = run(pipe.layout.stack(params), batch)
-        assert_close((value, pipe.layout.unstack(grads)), expected)
+    value, grads = run(pipe.layout.stack(params), batch)
+    assert_close((value, pipe.layout.unstack(grads)), expected)
