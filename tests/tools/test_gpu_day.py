@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,15 +53,3 @@ def test_the_tests_for_accelerators_are_a_part(gpu_day, tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     assert "test_attention_of_cudnn_is_near" in done.stdout
-
-
-def test_without_a_gpu_there_is_one_line(gpu_day, monkeypatch):
-    def probe(platform):
-        raise gpu_day.NoDevice("jax sees only CPUs")
-
-    monkeypatch.setattr(gpu_day, "probe", probe)
-    monkeypatch.setattr(sys, "argv", ["gpu_day.py"])
-    with pytest.raises(SystemExit) as refused:
-        gpu_day.main()
-    assert str(refused.value).startswith("gpu_day.py: no GPU that jax can use: jax sees only CPUs.")
-    assert "\n" not in str(refused.value)
