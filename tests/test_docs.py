@@ -14,8 +14,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 API = DOCS / "api/index.md"  # has a table of the pages beside it
-TEXTS = [ROOT / "README.md", ROOT / "tests/README.md", *PAGES]
-NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests/README.md", *PAGES]
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 # Such as `tests/golden` or `benchmarks/results/bench_reducer.md`, and not `OUT/logs`.
 _PATH = re.compile(
@@ -27,14 +26,11 @@ def without_code(path: Path) -> str:
     return re.sub(r"^ *```.*?^ *```$", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
-def headings(path: Path) -> list[tuple[int, str]]:
-    found = re.findall(r"^(#+) (.*)$", without_code(path), flags=re.MULTILINE)
-    return [(len(marks), title) for marks, title in found]
-
-
-def anchor(title: str) -> str:
-    """As GitHub and mkdocs make it of a heading."""
-    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
+def anchors(path: Path) -> list[str]:
+    """Those of headings, as GitHub and mkdocs make them."""
+    titles = re.findall(r"^#+ (.*)$", without_code(path), flags=re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", title.lower()).strip() for title in titles]
+    return [re.sub(r"[\s-]+", "-", title) for title in words]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -72,16 +68,16 @@ def test_readme_links_every_guide():
     assert guides - elsewhere | {"docs/api/index.md"} <= linked
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=NAMES)
-def test_links_lead_somewhere_and_files_that_are_named_exist(path):
-    for link in _LINK.findall(without_code(path)):
-        file, _, part = link.partition("#")
-        target = (path.parent / file).resolve() if file else path
-        assert target.exists(), link
-        if part:
-            assert part in [anchor(title) for _, title in headings(target)], link
-    for name in _PATH.findall(path.read_text("utf-8")):
-        assert list(ROOT.glob(name.rstrip("/"))), name
+def test_links_lead_somewhere_and_files_that_are_named_exist():
+    for path in TEXTS:
+        for link in _LINK.findall(without_code(path)):
+            file, _, part = link.partition("#")
+            target = (path.parent / file).resolve() if file else path
+            assert target.exists(), (path, link)
+            if part:
+                assert part in anchors(target), (path, link)
+        for name in _PATH.findall(path.read_text("utf-8")):
+            assert list(ROOT.glob(name.rstrip("/"))), (path, name)
 
 
 def test_marks_are_explained():

@@ -23,7 +23,6 @@ from jaxslowmo.cli._config import (
     TrainConfig,
     flatten_options,
     option_types,
-    parse_config,
     read_config,
     replace_options,
     to_file,
@@ -40,9 +39,16 @@ def asked(*words: object) -> TrainConfig:
     return read_config(TrainConfig, "jaxslowmo train", [*map(str, words)])
 
 
-def test_help_shows_what_most_need_and_a_file_takes_all():
-    command = [sys.executable, "-m", "jaxslowmo", "train", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_help_shows_what_most_need_without_jax_and_a_file_takes_all():
+    code = (
+        "import sys\nfrom jaxslowmo.cli import main\n"
+        "from jaxslowmo.cli._config import TrainConfig, read_config\n"
+        "read_config(TrainConfig, 'train', ['--steps', '3'])\n"
+        "try:\n    main(['train', '--help'])\nfinally:\n    print('jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown = done.stdout
+    assert shown.endswith("False\n")
     visible = set(re.findall(r"^│ --([a-z-]+)", shown, re.MULTILINE))
     assert 40 < len(visible) <= 45
     names = {name.replace("_", "-") for name in OPTIONS}
@@ -55,15 +61,6 @@ def test_help_shows_what_most_need_and_a_file_takes_all():
     ) == flatten_options(TrainConfig())
     for name in _config._LEAST:
         assert name in {*OPTIONS, *option_types(_config.SampleConfig), "processes"}
-
-
-def test_help_and_reading_load_no_jax():
-    code = (
-        "import sys\nfrom jaxslowmo.cli._config import TrainConfig, read_config\n"
-        "read_config(TrainConfig, 'train', ['--steps', '3'])\nprint('jax' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
 
 
 def test_options_come_before_a_file_and_that_before_a_preset(tmp_path):
@@ -82,8 +79,7 @@ def test_options_come_before_a_file_and_that_before_a_preset(tmp_path):
     assert (other.seeds, other.train.run.steps, other.train.model.tied) == ("3,4", 192, True)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("other", PRESETS)
+@pytest.mark.parametrize(("preset", "other"), [("tiny", "1m"), ("124m", "demo")])
 def test_another_preset_sets_what_a_run_had_by_default_and_nothing_else(tmp_path, preset, other):
     def values(config):
         return {k: v for k, v in flatten_options(config).items() if k not in ("preset", "config")}
@@ -160,14 +156,9 @@ def test_what_an_algorithm_does_not_read_has_no_effect(monkeypatch, algorithm):
     [
         ("train --algorithm all_reduce --codec int8", "--codec", "with all_reduce"),
         ("train --mesh replica=2 --replicas 3", "--replicas", "replica=2"),
-        ("train --schedule gpipe", "--schedule", "stages"),
         ("train --quorum 2", "--quorum", "--islands"),
-        ("train --fallback", "--fallback", "--resume"),
         ("train --restarts=2", "--restarts", "one process"),
-        ("train --process-logs", "--process-logs", "one process"),
-        ("compare --algorithm sgp", "--algorithm", "--algorithms"),
         ("compare --algorithms sgp,all_reduce --sync-every 3", "--sync-every", "sgp, all_reduce"),
-        ("compare --seed 3 --seeds 0,1", "--seed", "--seeds"),
         ("sample x --temperature 0 --top_k 3 --prompt seed", "--top-k", "--temperature 0"),
         ("launch --processes 2 -- train --out x --quorum 3", "--quorum", "--islands"),
     ],
@@ -184,40 +175,6 @@ def test_an_option_without_effect_is_a_warning(call, monkeypatch, tmp_path, word
     assert (outcome.code, outcome.err.count("\n")) == (0, 1), outcome
     assert outcome.err.startswith(f"warning: {name} has no effect ")
     assert reason in outcome.err
-
-
-COMMANDS = _config._COMMANDS
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_is_suggested_for_a_slip_and_takes_one_value(command):
-    cls = COMMANDS[command]
-    types, hidden = option_types(cls), _config._hidden(cls)
-    for name, (_, hint) in types.items():
-        option = f"--{name.replace('_', '-')}"
-        if command == "sample" and name == "run":
-            continue
-        if name in hidden:
-            with pytest.raises(CommandError, match=f"option: {option}; `{name}` is set in a file"):
-                parse_config(cls, "jaxslowmo", [option, "1"])
-            continue
-        for slip in (option[:-1], option[:4] + option[5:], f"{option}s"):
-            plain = slip[2:].replace("-", "_")
-            if plain in types or plain in _config._NAMES or len(plain) < 3:
-                continue
-            with pytest.raises(CommandError, match=f"no such option: {slip}; did you mean --") as e:
-                parse_config(cls, "jaxslowmo", [f"{slip}=1"])
-            meant = re.findall("mean --([a-z-]+)", str(e.value))
-            assert set(meant) <= {x.replace("_", "-") for x in types}
-        kind = get_args(hint)[0] if get_args(hint) else hint
-        if kind is bool:
-            words, rule = [option, "surplus"], "no value"
-        else:
-            value = kind if isinstance(kind, str) else "1"  # a choice, or a number and a text
-            words, rule = [option, value, "surplus"], "one value"
-        run = {"sample": ["x"], "launch": ["--processes", "2"]}.get(command, [])
-        with pytest.raises(CommandError, match=f"{option} takes {rule}: surplus is one too many"):
-            parse_config(cls, "jaxslowmo", [*run, *words])
 
 
 def test_what_follows_from_other_options():
@@ -272,7 +229,7 @@ def accepts(name: str, value: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["json", "yaml"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(name=st.sampled_from([x for x in OPTIONS if x != "config"]), data=st.data())
 def test_values_of_a_file_keep_their_types_or_are_refused(tmp_path_factory, kind, name, data):
     value = data.draw(ANY | right_values(OPTIONS[name][1]))
@@ -293,7 +250,7 @@ def test_values_of_a_file_keep_their_types_or_are_refused(tmp_path_factory, kind
             assert same == value
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text("0123456789.eE+-_xonytrufals~ ", max_size=6))
 @example("no")
 @example("0123")
@@ -315,20 +272,11 @@ def test_a_plain_scalar_of_yaml_is_what_json_makes_of_it_else_text(text):
     ("name", "text", "part"),
     [
         ("a.yaml", "stepz: 3", "stepz is no option; did you mean steps?"),
-        ("a.yaml", "lr: 3", "did you mean learning_rate?"),
-        ("a.yaml", "config: b.yaml", "config"),
         ("a.yaml", "steps: 010", "'010'"),
-        ("a.yaml", "tensorboard: no", "'no'"),
-        ("a.yaml", "data: [a, b]", "plain values"),
         ("a.yaml", "steps: {a: 3}", "plain values"),
         ("a.yaml", "steps: 3\nsteps: 4", "twice"),
         ("a.json", '{"log-every": 3, "log_every": 4}', "twice"),
-        ("a.yaml", "- steps", "mapping"),
-        ("a.yaml", "steps: 3\n---\nsteps: 4", "single document"),
-        ("a.yaml", "steps: [", "YAML"),
         ("a.yaml", "{a: " * 5000, "nested"),
-        ("a.json", "[" * 100_000, "nested"),
-        ("a.json", '{"steps": ' * 100_000, "nested"),
         ("a.json", '{"steps": 3', "delimiter"),
         ("a.json", '{"learning_rate": Infinity}', "inf"),
         ("a.yaml", "codec: top_k:x", "--codec"),
@@ -345,53 +293,33 @@ def test_a_wrong_file_is_one_line(call, tmp_path, name, text, part):
 # Calls of which each is wrong in one way, and what its line must hold.
 REFUSED: dict[str, tuple[str, ...]] = {
     "trian": ("trian", "did you mean train?"),
-    "inspect config": ("inspect",),
-    "train --bogus 3": ("--bogus",),
     "train --lr 3": ("--lr", "did you mean --learning-rate?"),
-    "train --batch-size 3": ("--batch-size", "did you mean --batch?"),
     "train --weight-decay 3": ("--weight-decay", "in a file"),
     "train --data a b": ("--data takes one value", "b is one too many"),
+    "train --stepz 3": ("--stepz", "did you mean --steps?"),
+    "train --resume yes": ("--resume takes no value", "yes is one too many"),
     "compare --resume": ("--resume", "one of train"),
-    "train --steps": ("--steps",),
     "train --steps many": ("--steps", "many"),
     "train --steps 0": ("--steps", "0"),
-    "train --learning-rate nan": ("--learning-rate", "nan"),
-    "train --preset 2b": ("--preset", "2b"),
-    "train --sync-every 0": ("--sync-every", "0"),
-    "train --slow-every -1": ("--slow-every", "-1"),
     "train --slow-momentum 1": ("--slow-momentum", "1"),
     "train --algorithm diloco --fragments 5": ("--slow-every", "5 fragments"),
-    "train --algorithm diloco --delay 48": ("--delay", "48"),
-    "train --algorithm sgp --codec int4": ("--codec", "int4"),
-    "train --codec top_k:2": ("2",),
     "train --algorithm sgp --graph rnig": ("rnig", *GRAPHS),
     "train --batch 6 --accumulate 4": ("--batch", "4", "6"),
     "train --steps 5 --warmup 5": ("--warmup", "5"),
     "train --mesh node=2": ("--mesh", "node=2"),
-    "train --mesh stage=5 --preset tiny": ("5",),
     "train --mesh stage=2 --schedule cosine": ("cosine", "one_f_one_b"),
-    "train --mesh tensor=3": ("--mesh", "tensor", "3"),
     "train --replicas 9 --execution devices": ("9 devices", "8"),
-    "train --mesh stage=2 --dtype float16": ("--dtype", "float16"),
     "train --data /no/such/path": ("--data", "/no/such/path"),
-    "train --resume": ("--resume", "out"),
     "train --resume --overwrite --out x": ("--overwrite", "resume"),
     "train --num-processes 2": ("--coordinator", "process_id"),
-    "train --coordinator h:1 --num-processes 2 --process-id 2": ("--process-id", "2"),
     "train --coordinator h:1 --num-processes 2 --process-id 1": ("--out",),
     "train --islands run": ("--islands", "island"),
     "train --islands run --island a --algorithm local_sgd": ("--algorithm", "local_sgd"),
-    "train --islands run --island a --mesh stage=2": ("--mesh", "stage=2"),
     "compare --algorithms sgd": ("--algorithms", "sgd"),
     "compare --algorithms sgp+overlp=1": ("--algorithms", "overlp=1"),
-    "compare --seeds 1,1": ("--seeds", "1,1"),
     "launch --processes 2 -- compare": ("train", "compare"),
-    "launch --processes 2 -- train": ("--out",),
     "launch --processes 2 -- train --out x --process-id=1": ("--process-id",),
-    "launch -- train --out x": ("--processes",),
     "launch --processes 2 train --out x": ("jaxslowmo launch --processes 2 -- train --out x",),
-    "launch --processes 2 --out x": ("--out", "one of train, after --"),
-    "sample": ("RUN",),
     "sample /no/such/run": ("/no/such/run",),
     "islands status ftp://run": ("ftp://run",),
 }

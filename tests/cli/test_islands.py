@@ -72,7 +72,6 @@ def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
     assert outcome.code == 0
     # Its lines, as they are.
     assert outcome.err.startswith("island a: an earlier process has contributed since round 3")
-    trained("second", "other", "--steps 8 --slow-every 8").is_refused("sync_every", "run.json")
     refused = trained("second", "other", "--steps 8 --slow-momentum 0.3")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert "outer_optimizer" in refused.err
@@ -80,17 +79,15 @@ def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
 
 
 @pytest.mark.usefixtures("quick_processes")
-@pytest.mark.parametrize("delay", ["", "--delay 2"])
 def test_two_islands_end_with_one_model_though_one_was_stopped_while_it_waited(
-    call, text, tmp_path, delay
+    call, text, tmp_path
 ):
     run = tmp_path / "run"
 
     def start(name, *more):
         options = (
-            f"{ISLAND} --algorithm diloco --steps 12 --quorum 2 --execution virtual --export "
-            f"{delay} "
-            f"--islands {run} --island {name} --data {text} --out {tmp_path / name}"
+            f"{ISLAND} --algorithm diloco --steps 12 --quorum 2 --delay 2 "
+            f"--execution virtual --export --islands {run} --island {name} --data {text} --out {tmp_path / name}"
         )
         return subprocess.Popen(
             [sys.executable, "-m", "jaxslowmo", *words(options, QUICK), *more],
@@ -106,7 +103,7 @@ def test_two_islands_end_with_one_model_though_one_was_stopped_while_it_waited(
     shown, errors = first.communicate(timeout=PATIENCE_SECONDS)
     assert first.returncode == 0, errors
     # With a delay it trains until the exchange is due.
-    assert re.search(r"Saved at step [234]\b" if delay else "Saved at step 4", shown)
+    assert re.search(r"Saved at step [234]\b", shown)
 
     islands = [start("a", "--resume"), start("b")]
     try:

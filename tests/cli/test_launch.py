@@ -43,8 +43,7 @@ def test_what_several_processes_say_is_told_once(fake, tmp_path, capfd):
     assert sorted(lines) == ["error: no text", "more", "more", "more", "warning: slow"]
 
 
-@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 3), (signal.SIGKILL, 2)])
-def test_no_process_outlives_a_launcher_that_is_ended_while_they_start(tmp_path, number, processes):
+def test_no_process_outlives_a_launcher_that_is_killed_while_they_start(tmp_path):
     """A real launch, with nothing compiled yet: two processes and the launcher."""
     out = tmp_path / "out"
     options = "--processes 2 --restarts 3 -- train --preset tiny --replicas 2 --steps 1000000"
@@ -57,16 +56,13 @@ def test_no_process_outlives_a_launcher_that_is_ended_while_they_start(tmp_path,
     )
     with ended_together(launcher):
         try:
-            wait_until(lambda: len(pids_with(out)) >= processes)
-            launcher.send_signal(number)
+            wait_until(lambda: len(pids_with(out)) >= 2)
+            launcher.kill()
             _, said = launcher.communicate(timeout=PATIENCE_SECONDS)
             wait_until(lambda: not pids_with(out))
         finally:
             for pid in pids_with(out):
                 os.kill(pid, signal.SIGKILL)
-    if number == signal.SIGTERM:
-        assert launcher.returncode == 143, said
-        assert ": ended by SIGTERM; no checkpoint in " in said
     assert "starting again" not in said
 
 

@@ -20,14 +20,11 @@ GIVEN = {"coordinator": "h:1", "num_processes": 3, "process_id": 0}
     [
         ({}, {}, False, None),
         ({}, SLURM, True, 4),
-        ({}, SLURM | {"SLURM_NTASKS": "1"}, False, None),
         ({}, {"SLURM_NTASKS": "4"}, False, None),  # in sbatch, before srun
         ({}, OMPI, True, 2),
         ({}, K8S, True, None),
         ({}, TPU, True, None),
-        ({}, {"TPU_WORKER_HOSTNAMES": "localhost"}, False, None),
         ({"cluster": "none"}, SLURM, False, 4),
-        ({"cluster": "gcetpu"}, {}, True, None),
         (GIVEN, SLURM, True, 3),
         (GIVEN | {"num_processes": 1}, {}, False, 1),
     ],
@@ -50,15 +47,11 @@ def bound(place, *, process_id=0, bind=None):
     )
 
 
-def free_port() -> int:
+@pytest.fixture
+def port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
-
-
-@pytest.fixture
-def port():
-    return free_port()
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +76,6 @@ def names(monkeypatch):
     [
         ("127.0.0.1", None, "127.0.0.1"),
         ("localhost", "127.0.0.1", "127.0.0.1"),
-        (ELSEWHERE, "0.0.0.0", "0.0.0.0"),
-        ("both.test", "127.0.0.1", "127.0.0.1"),
         ("both.test", None, "127.0.0.1"),  # one of several is of this host
         ("two.test", None, "0.0.0.0"),
     ],
@@ -107,11 +98,8 @@ def test_a_name_of_this_machine_alone_is_a_warning(port):
     ("place", "process_id"),
     [
         ("no-such-host.test:1234", 0),
-        ("a..b:1234", 1),
         (f"{ELSEWHERE}:1234", 0),
         ("node0", 1),
-        (":1234", 1),
-        ("node0:x", 1),
         ("node0:65536", 1),
     ],
 )

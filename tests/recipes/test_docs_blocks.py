@@ -2,7 +2,6 @@
 
 import pytest
 
-import jaxslowmo as js
 from recipes.doc_blocks import (
     DOCS,
     LOAD_IN_TORCH,
@@ -58,29 +57,6 @@ def test_page_runs(page, monkeypatch, tmp_path):
     monkeypatch.setenv("RUN", str(tmp_path / "run"))  # the folder of islands
     titles = [title for title, blocks in sections(page).items() if blocks]
     run(page, *[title for title in titles if title not in ELSEWHERE.get(page, ())])
-
-
-@pytest.mark.parametrize(
-    ("page", "titles"),
-    [
-        ("model-parallel", ["When not to pipeline"]),
-    ],
-)
-def test_it_prints_what_the_page_shows(capsys, page, titles):
-    fresh(page, *titles)
-    assert [capsys.readouterr().out] == outputs(page, titles[-1])
-
-
-def test_the_page_on_choosing_measures_a_step_with_its_all_reduce_and_one_without():
-    names = run("choosing", "How long your all-reduce takes")
-    sent = {}
-    for name, step in names["steps"].items():
-        report = js.comm_report(step, names["states"][name], names["batch"])
-        kinds = set(report.kinds) & {"every", "local"}
-        sent[name] = {kind: report.bytes(kind=kind) for kind in kinds}
-    size = sum(leaf.nbytes for leaf in names["params"].values())
-    assert sent == {"every update": {"every": size}, "never": {"local": 0}}
-    assert names["computation"] > 0
 
 
 def test_the_loop_and_its_replicas_end_alike_and_the_report_is_what_the_page_shows(capsys):

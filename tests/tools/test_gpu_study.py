@@ -21,8 +21,10 @@ finally:
 
 from support.promotion import standard  # noqa: E402
 
+DELAYED = "diloco, 4 fragments, delay"
 GROUP = pytest.mark.xdist_group("gpu study")  # they share three tiny runs
-TURNS = 5
+TURNS = 3
+TINY = (gpu_study.Experiment("tiny", "tiny", 1.5, (gpu_study.ALL_REDUCE, DELAYED)),)
 
 
 def points(results: Path) -> int:
@@ -43,6 +45,8 @@ def studies(tmp_path_factory):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("programs")))
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+    patch = pytest.MonkeyPatch()
+    patch.setattr(gpu_study, "TINY", TINY)
     try:
         whole, cut = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("cut")
         with standard():  # flax's LayerNorm promotes
@@ -52,6 +56,7 @@ def studies(tmp_path_factory):
             call(cut, "--last")
         yield SimpleNamespace(whole=whole, cut=cut, between=between)
     finally:
+        patch.undo()
         jax.config.update("jax_compilation_cache_dir", before[0])
         jax.config.update("jax_enable_compilation_cache", before[1])
         compilation_cache.reset_cache()
