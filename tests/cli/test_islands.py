@@ -87,7 +87,8 @@ def test_two_islands_end_with_one_model_though_one_was_stopped_while_it_waited(
     def start(name, *more):
         options = (
             f"{ISLAND} --algorithm diloco --steps 12 --quorum 2 --delay 2 "
-            f"--execution virtual --export --islands {run} --island {name} --data {text} --out {tmp_path / name}"
+            f"--execution virtual --export --data {text} --out {tmp_path / name} "
+            f"--islands {run} --island {name}"
         )
         return subprocess.Popen(
             [sys.executable, "-m", "jaxslowmo", *words(options, QUICK), *more],

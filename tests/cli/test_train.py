@@ -1,7 +1,6 @@
 """`jaxslowmo train` from its options to its files: metrics, bytes, statistics, and how it ends."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from support.waiting import PATIENCE_SECONDS, wait_until
 
 @pytest.mark.parametrize(
     ("algorithm", "periods"),
-    [("all_reduce", ""), ("local_sgd", "--sync-every 2"), ("slowmo_sgp", "--slow-every 4")],
+    [("local_sgd", "--sync-every 2"), ("slowmo_sgp", "--slow-every 4")],
 )
 def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm, periods):
     out = tmp_path / "out"
@@ -36,7 +35,6 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
         "checkpoints", "config.json", "loss.png", "metrics.jsonl", "summary.json", "tensorboard",
     }  # fmt: skip
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["9"]
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     found = records(out)
     assert [record["step"] for record in found] == [0, 1, 2, 4, 6, 8, 9]
@@ -61,10 +59,7 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
     size = 4 * summary["parameters"]
     once = size * 2 * 3 // 4  # a ring all-reduce of float32 over 4 replicas
     by_kind = summary["bytes_per_step_by_kind"]
-    if algorithm == "all_reduce":
-        assert by_kind == {"every": once}
-        sent = [step * once for step in range(10)]
-    elif algorithm == "local_sgd":
+    if algorithm == "local_sgd":
         assert by_kind == {"local": 0, "average": once}
         sent = [step // 2 * once for step in range(10)]
     else:
@@ -73,10 +68,6 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
         sent = [step // 4 * by_kind["slow"] + (step - step // 4) * size for step in range(10)]
     assert [r["bytes_sent"] for r in found] == [sent[r["step"]] for r in found]
     assert summary["bytes_sent"] == sent[9]
-
-    config = json_of(out / "config.json")
-    assert config["algorithm"] == algorithm
-    assert (config["steps"], config["learning_rate"]) == (9, 0.2)
 
 
 def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp_path, monkeypatch):
@@ -123,9 +114,7 @@ def test_virtual_replicas_learn_the_same_and_statistics_measure_every_kind(call,
         assert outcome.code == 0
         assert ("would send" in outcome.out) == (execution == "virtual")
         summaries.append(json_of(out / "summary.json"))
-        if more:
-            assert "12 steps, 11 measured; 4 cpu devices" in outcome.out
-            assert "backward compute" in outcome.out
+        assert ("12 steps, 11 measured; 4 cpu devices" in outcome.out) == bool(more)
     devices, virtual = summaries
     assert virtual["bytes_are_hypothetical"] > devices["bytes_are_hypothetical"]
     assert virtual["bytes_sent"] == devices["bytes_sent"] > 0
@@ -135,21 +124,6 @@ def test_virtual_replicas_learn_the_same_and_statistics_measure_every_kind(call,
     assert sum(measured.values()) == 11
     assert record["average"]["backward_compute_time"] > 0
     assert set(record["average"]["communication"]) == {"average"}
-
-
-@pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm in half precision
-def test_two_levels_accumulate_in_host_mode(call, text, tmp_path):
-    outcome = call(
-        TINY, QUICK, "--replicas 2 --mesh device=2 --batch 4 --accumulate 2 --mode host --data",
-        text, "--dtype bfloat16 --algorithm diloco --slow-every 2 --steps 5",
-        {"shard_state": False, "rate_schedule": "constant"}, "--warmup 0 --log-every 2",
-        "--learning-rate 0.02 --out", tmp_path / "out",
-    )  # fmt: skip
-    assert (outcome.code, outcome.err) == (0, "")
-    assert "2 replicas of 2 devices on 4 of 8 CPU devices" in outcome.out
-    found = [r["learning_rate"] for r in records(tmp_path / "out") if "learning_rate" in r]
-    assert found == pytest.approx([0.02] * len(found))
-    assert found
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(call, text, tmp_path):
@@ -236,8 +210,7 @@ def test_ctrl_c_ends_cleanly_with_metrics_written(text, tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "periods"),
     [
-        ("local_sgd", "--sync-every 2"), ("sgp", ""),
-        ("slowmo", "--sync-every 2 --slow-every 4"), ("diloco", "--slow-every 4"),
+        ("all_reduce", ""), ("sgp", ""), ("slowmo", "--sync-every 2 --slow-every 4"),
     ],
 )  # fmt: skip
 def test_a_dry_run_says_what_a_run_then_sends(call, text, tmp_path, algorithm, periods):
@@ -253,14 +226,6 @@ def test_a_dry_run_says_what_a_run_then_sends(call, text, tmp_path, algorithm, p
     lines = told.out.splitlines()
     sent = lines[lines.index("Each replica sends in a step, as progress lines count it:") + 1 :]
     assert sent == [f"  {kind}: {format_bytes(n)}" for kind, n in kinds.items()]
-    # The table's column "sent" is the third number of a line; a replica is one device here.
-    for kind, n in kinds.items():
-        rows = [
-            re.findall(r" [\d,]+(?= |$)", x)
-            for x in lines
-            if re.match(re.escape(kind) + " +replica ", x)
-        ]
-        assert sum(int(row[2].replace(",", "")) for row in rows) == n
     assert f"4/4  loss {summary['loss']:.3f}" in done.out
     assert f"sent {format_bytes(summary['bytes_sent'])}\n" in done.out
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")

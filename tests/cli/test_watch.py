@@ -89,14 +89,9 @@ def test_an_exchange_that_fails_since_another_has_failed_ends_it_with_that_code(
 ):
     """The exchange may fail before the thread has looked."""
     monkeypatch.setattr(_watch, "_LOOK_SECONDS", 100)
-
-    def meets_one_that_fails():
-        with propagate_failures(watch(index=0)):
-            notes[_watch._FAILED] = json.dumps([1, 1, "KeyError: 'missing'"])
-            raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
-
-    with pytest.raises(EndOfStart):
-        meets_one_that_fails()
+    notes[_watch._FAILED] = json.dumps([1, 1, "KeyError: 'missing'"])
+    with pytest.raises(EndOfStart), propagate_failures(watch(index=0)):
+        raise ValueError("UNKNOWN: Gloo AllReduce failed: Connection closed by peer")
     assert ends == [1]
     assert capfd.readouterr().err == "error: process 1 has ended: KeyError: 'missing'\n"
 

@@ -45,9 +45,8 @@ def test_refusals_of_a_bucket_do_not_pass(tmp_path):
     assert {exceptions.PermissionDeniedError, exceptions.UnauthenticatedError} <= {*refusals}
 
 
-@pytest.mark.parametrize("start", [0.0, 10.0])
-@pytest.mark.parametrize("quorum", [2, 3])
-def test_a_lonely_island_soon_says_whom_it_waits_for_and_that_no_deadline_ends_that(quorum, start):
+@pytest.mark.parametrize(("start", "quorum"), [(0.0, 3), (10.0, 2)])
+def test_a_lonely_island_soon_says_whom_it_waits_for_and_that_no_deadline_ends_that(start, quorum):
     world, early = World(lambda n: 0), list[str]()
 
     def stay(rounds: Rounds) -> None:
