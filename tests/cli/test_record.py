@@ -215,21 +215,3 @@ def test_numbers_are_short_and_json_has_null_for_what_it_lacks():
     assert [format_count(n) for n in (12, 470_528, 1_073_536)] == ["12", "471k", "1.07M"]
     line = to_json({"a": [1.0, float("inf")], "b": {"c": float("nan")}})
     assert line == '{"a": [1.0, null], "b": {"c": null}}\n'
-
-
-def test_an_evaluation_of_some_steps_ago_is_told_with_its_step():
-    shown = io.StringIO()
-    reporter = Reporter(Console(file=shown, width=200), "sgd", 4)
-    for record in (
-        {"step": 0, "validation_loss": 5.0},
-        {"step": 1, "loss": 4.0},
-        {"step": 2, "loss": 3.0, "validation_loss": 2.5},
-        {"step": 4, "loss": 2.0, "tokens_per_second": None},
-    ):
-        reporter.show({"bytes_sent": 0, **record})
-    assert shown.getvalue().splitlines() == [
-        "sgd: 0/4  validation 5.000  sent 0 B",
-        "sgd: 1/4  loss 4.000  validation 5.000 (step 0)  sent 0 B",
-        "sgd: 2/4  loss 3.000  validation 2.500  sent 0 B",
-        "sgd: 4/4  loss 2.000  validation 2.500 (step 2)  sent 0 B",
-    ]

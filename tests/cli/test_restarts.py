@@ -16,7 +16,6 @@ import pytest
 
 from jaxslowmo.cli import _supervise
 from jaxslowmo.cli._app import run as run_command
-from jaxslowmo.cli._folder import RunFolder
 from jaxslowmo.cli._processes import CHILD
 from jaxslowmo.cli._supervise import Children, EndOfStart, keep_running, supervise
 from support.waiting import PATIENCE_SECONDS, wait_until
@@ -202,35 +201,6 @@ def test_which_ends_of_the_child_are_followed_by_a_start(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == (starts if words else 0)
     assert all(line.startswith(words) for line in lines)
-
-
-RUNTIME = """
-import os
-from jaxslowmo.cli._processes import separate_runtime_output, write_stderr
-separate_runtime_output()
-os.write(2, b"F1121 15:10:32 client.h:80] task 2 is unhealthy")
-os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks.")
-print("a result")
-write_stderr("a line of Python\\n")
-os.abort()
-"""
-
-
-def test_the_words_of_a_runtime_that_aborts_are_kept_in_a_file(fake, tmp_path, capfd):
-    python = sys.executable
-    fake(f"exec {python} -c '{RUNTIME}'")
-    assert supervise(["train"], tmp_path) == 75
-    (words,) = (tmp_path / "logs").iterdir()
-    assert words.read_text() == "F1121 15:10:32 client.h:80] task 2 is unhealthy"
-    shown = capfd.readouterr()
-    assert shown.out == "a result\n"  # of Python, and nothing of gloo
-    assert shown.err == (
-        "a line of Python\n"
-        f"error: another process died or cannot be reached (details: {words}); no checkpoint in "
-        f"{tmp_path}/checkpoints\n"
-    )
-    RunFolder(tmp_path).delete_run_files()
-    assert not words.exists()
 
 
 def test_a_child_ends_with_its_parent_and_ctrl_c_reaches_it_through_that_alone(monkeypatch):

@@ -83,14 +83,12 @@ def test_an_interrupted_run_is_unchanged_to_the_bit(resume, saved, finished):
 
 
 def test_a_longer_run_keeps_the_length_of_the_schedule_unless_another_is_given(resume, saved):
-    assert rates(saved / "out") == rates_of(range(1, 12), 11)
     outcome = resume("--steps 13 --checkpoint-every 1")
     assert (outcome.code, outcome.err) == (0, "")
     said = "The schedule ends at step 11; then the rate stays 0.02. `schedule_steps: 13`"
     assert said in outcome.out
     # Warm-up and length are those of 11 steps; then it stays at a tenth of the peak.
     assert rates(saved / "out") == rates_of(range(1, 14), 11)
-    assert rates(saved / "out")[13] == pytest.approx(0.02)
     assert resume("--steps 15", {"schedule_steps": 30}).code == 0
     assert rates(saved / "out") == rates_of(range(1, 14), 11) | rates_of([14, 15], 30)
 

@@ -71,22 +71,6 @@ def test_the_command_is_deterministic_and_says_the_prompt(call, gossip):
     call("sample", gossip, "--step 4").is_refused("step 4", "3, 5")
 
 
-@pytest.mark.parametrize(
-    ("names", "options", "part"),
-    [
-        ("metrics.jsonl", "", "--checkpoint-every"),
-        ("checkpoints/", "--step 3", "no complete checkpoint"),
-        ("jaxslowmo.json model.safetensors", "", "export_consensus"),
-    ],
-)
-def test_what_holds_no_model(call, tmp_path, names, options, part):
-    for name in names.split():
-        path = tmp_path / "run" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir() if name.endswith("/") else path.touch()
-    call("sample", tmp_path / "run", options).is_refused(part, tmp_path / "run")
-
-
 def test_damage_names_the_option_that_takes_the_checkpoint_before(call, copied):
     shutil.rmtree(copied / "checkpoints" / "5" / "state")
     outcome = call("sample", copied)

@@ -60,22 +60,6 @@ def rounds_of(url: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_late_island_carries_all_updates_also_those_beside_the_exchange(tmp_path):
-    early, late = delayed(tmp_path, "a", 0.1), delayed(tmp_path, "b", 0.1)
-    for island in (early, late):  # the late one takes what it sends when the round is over
-        island.train()
-        island.exchange()
-        island.train()
-        if island is early:
-            island.exchange()
-    before = float(late.state.params["w"][0, 0])
-    late.exchange()
-    assert rounds_of(tmp_path)["islands"] == [["a"]]
-    anchor = float(early.state.params["w"][0, 0])
-    np.testing.assert_allclose(late.state.params["w"], [[anchor + before]], rtol=1e-6)
-    assert before == -2.0
-
-
 def test_what_a_store_did_not_answer_beside_training_is_sent_with_the_next_exchange(tmp_path):
     island = delayed(tmp_path, "a", 0.3)
     store: Any = island.island._store

@@ -214,23 +214,6 @@ def test_late_progress_is_dropped_or_carried(late, tmp_path, said):
     assert any("closed without late" in line for line in said)
 
 
-def test_who_joins_or_was_late_starts_at_the_anchor_whatever_merge_says(tmp_path):
-    options: dict[str, Any] = {"sync_every": 1, "merge": 0.5, "deadline_seconds": 0.1}
-    islands = [js.islands.join(str(tmp_path), name=name, **options) for name in ("early", "late")]
-    step = js.make_train_step(loss, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 1}))
-    starts = params(), jax.tree.map(lambda x: x + 100, params())
-    states = [
-        island.exchange(step.init(start)) for island, start in zip(islands, starts, strict=True)
-    ]
-    np.testing.assert_array_equal(whole(states[1].params)[1], whole(states[0].params)[1])
-    states = [step(state, batch(1, slice(0, 1)))[0] for state in states]
-    states = [island.exchange(x) for island, x in zip(islands, states, strict=True)]
-    rounds = islands[1]._rounds
-    assert rounds is not None
-    for x, y in zip(whole(states[1].params), rounds.anchor.values, strict=True):
-        np.testing.assert_array_equal(x[0], y)
-
-
 def test_an_island_with_nan_takes_the_anchor(tmp_path, said):
     island = js.islands.join(str(tmp_path), name="one", sync_every=1, late="carry", merge=0.5)
     step = js.make_train_step(loss, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 1}))

@@ -8,18 +8,15 @@ import pytest
 
 import jaxslowmo as js
 from islands.test_trust import NAN, SIZE, UNIT, life, moved, part
-from islands.world import Process, World
-from jaxslowmo.islands import IslandsError, _format
-from jaxslowmo.islands._anchors import Anchor, Rules
+from islands.world import World
+from jaxslowmo.islands import IslandsError
+from jaxslowmo.islands._anchors import Anchor
 from jaxslowmo.islands._format import (
     PartCodec,
-    RunSettings,
-    leaf_descriptions,
     part_key,
 )
 from jaxslowmo.islands._optimizer import HostOptimizer
 from jaxslowmo.islands._rounds import Rounds
-from jaxslowmo.islands._store import RetryingStore
 
 CODED = PartCodec(js.codecs.int8(block=SIZE), SIZE)
 KEEPS_ONE: Any = {"snapshot_every": 1, "keep": 1}
@@ -65,19 +62,6 @@ def test_a_part_with_nan_whose_round_was_cleaned_up_poisons_no_later_one():
     assert any("not finite" in line for line in said)
 
 
-def test_what_a_checkpoint_kept_of_a_codec_starts_anew_if_it_is_not_finite():
-    world = World(lambda n: 0)
-
-    def act(rounds: Rounds) -> None:
-        rounds.resume(0, rounds.anchor.values, NAN)
-        moved(rounds, UNIT[1])
-        np.testing.assert_allclose(rounds.anchor.values[0], -UNIT[1], rtol=1e-2)
-
-    _, said = life("a", world, act, part_codec=CODED)
-    world.run()
-    assert any("not finite" in line for line in said)
-
-
 @pytest.mark.parametrize("outer", [optax.sgd(4.0), optax.adamw(1.0)])
 def test_an_outer_step_that_would_leave_the_range_of_float32_is_not_taken(outer):
     """It would end the run: Adam would never move again, for its second moment is infinite."""
@@ -120,22 +104,6 @@ def test_of_two_parts_of_one_island_the_newest_that_can_be_read_is_taken(earlier
     assert not any("earlier process" in line for line in said)
 
 
-def test_of_two_parts_of_one_island_an_older_one_is_taken_if_the_newest_is_damaged():
-    world, ends = World(lambda n: 0), list[Anchor]()
-
-    def first(rounds: Rounds) -> None:
-        rounds._send_part(UNIT[1], 1.0, 1)
-
-    def second(rounds: Rounds) -> None:
-        rounds._send_part(NAN, 1.0, 1)
-
-    life("b", world, first, quorum=2)
-    life("b", world, second, 2.0, quorum=2)
-    life("a", world, repeat(1, ends), 6.0, quorum=2)
-    world.run()
-    np.testing.assert_allclose(ends[0].values[0], -(UNIT[0] + UNIT[1]) / 2)
-
-
 @pytest.mark.parametrize("counts", [True, False])
 def test_a_checkpoint_is_dropped_for_an_earlier_part_only_if_that_counted(counts):
     world = World(lambda n: 0)
@@ -154,31 +122,6 @@ def test_a_checkpoint_is_dropped_for_an_earlier_part_only_if_that_counted(counts
     _, said = life("b", world, after, 50.0, late_share=1.0)
     world.run()
     assert any("has contributed" in line for line in said) == counts
-
-
-def test_the_author_of_a_part_that_was_damaged_leaves_it_out_like_the_others():
-    world, ends = World(lambda n: 0), list[Anchor]()
-
-    def act(rounds: Rounds) -> None:
-        put = rounds._store.put
-
-        def damaging(key: str, data: bytes) -> None:
-            put(key, data)
-            if "00000000/part-" in key:
-                world.objects[key] = data[:-1] + b"\xff"
-
-        rounds._store.put = damaging  # type: ignore[method-assign]
-        moved(rounds, UNIT[1])
-        assert rounds.anchor.values[0][1] == 0
-        moved(rounds, UNIT[2])
-        ends.append(rounds.anchor)
-
-    _, said = life("a", world, act, quorum=2, late_share=1.0)
-    life("b", world, repeat(2, ends), quorum=2)
-    world.run()
-    assert ends[0].digest == ends[1].digest
-    np.testing.assert_allclose(ends[0].values[0], -1.5 * UNIT[0] - UNIT[2] / 2)
-    assert sum("part of a is left out" in line for line in said) == 1
 
 
 @pytest.mark.parametrize("weight", [1e308, 5e-324])
@@ -211,50 +154,6 @@ def test_no_run_is_begun_where_rounds_lie_already():
     with pytest.raises(IslandsError, match=r"rounds of a run and no run.json"):
         world.run()
     assert world.objects == before
-
-
-def named_rounds(process: Any, names: list[str]) -> Rounds:
-    """Return the rounds of a model with one number of each name."""
-    shapes = [(1,)] * len(names)
-    optimizer = HostOptimizer(optax.sgd(1.0), [np.zeros(shape, np.float32) for shape in shapes])
-    quiet = lambda line: None  # noqa: E731
-    store = RetryingStore(process, "memory://run", 5.0, process.clock, quiet)
-    agreed = RunSettings(
-        "", "", "1", "None", optimizer.fingerprint, leaf_descriptions(names, shapes)
-    )
-    part_codec = PartCodec(None, len(names))
-    return Rounds(store, Rules("a"), optimizer, part_codec, agreed, quiet)
-
-
-def test_a_model_of_many_leaves_is_read_as_it_was_written():
-    names = [f"{'block/' * 20}{i}/{'kernel' * 5}" for i in range(8000)]
-    start, ends = [np.full(1, i, np.float32) for i in range(8000)], []
-    world = World(lambda n: 0)
-
-    def act(process: Any) -> None:
-        for _ in range(2):
-            rounds = named_rounds(process, names)
-            rounds.join(start)
-            ends.append(rounds.anchor)
-
-    Process(world, "a", act, 0.0)
-    world.run()
-    assert len(world.objects["run.json"]) > 1 << 20
-    assert ends[0].digest == ends[1].digest
-    np.testing.assert_array_equal(ends[1].values, start)
-
-
-def test_a_model_of_more_names_than_headers_hold_is_refused_before_anything_is_written(monkeypatch):
-    monkeypatch.setattr(_format, "MAX_HEADER", 100_000)
-    names, world = [f"{i:0200d}" for i in range(400)], World(lambda n: 0)
-
-    def act(process: Any) -> None:
-        with pytest.raises(ValueError, match=r"headers of at most 0.1 MB.*names"):
-            named_rounds(process, names).join([np.zeros(1, np.float32)] * 400)
-
-    Process(world, "a", act, 0.0)
-    world.run()
-    assert not world.objects
 
 
 def test_a_model_without_elements_is_named(tmp_path):

@@ -3,11 +3,9 @@
 import contextlib
 import itertools
 import os
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import jax.numpy as jnp
@@ -152,41 +150,6 @@ def test_a_store_that_falls_silent_costs_an_exchange_its_deadline_and_no_progres
         with served(port=port):
             island.exchange(state)
             assert replay(objects(url))["islands"] == [["a"]]
-
-
-class Refuses(BaseHTTPRequestHandler):
-    """A store that refuses everything, and repeats what it was told, as some do."""
-
-    def do_GET(self) -> None:
-        text = f"<Error><Code>AccessDenied</Code><Message>{self.headers['Authorization']}</Message>"
-        self.send_response(403)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
-    do_PUT = do_GET
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-def test_a_store_that_refuses_is_named_in_one_line_without_the_credentials(monkeypatch, said):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
-        for name, value in environment(f"http://127.0.0.1:{server.server_port}").items():
-            monkeypatch.setenv(name, value)
-        with pytest.raises(IslandsError, match=f"s3://{BUCKET}/run.*(403|ermission)") as error:
-            train(f"s3://{BUCKET}/run", "paris", 1, deadline_seconds=3)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
-    for line in (str(error.value), *said):
-        assert "\n" not in line
-        assert KEY not in line
-        assert SECRET not in line
 
 
 def test_training_goes_on_while_the_store_is_away_and_no_update_is_lost(port, monkeypatch, said):

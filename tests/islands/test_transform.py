@@ -73,21 +73,6 @@ def of_base(state: Any) -> list[Any]:
     return [x for x in leaves if not is_place(x)]
 
 
-def test_turns_of_gossip_follow_the_exchanges_that_took_place():
-    sync = js.islands.transform(js.sgp("replica", graph=js.topology.star(3, peers_per_step=1)))
-    stacked = jax.tree.map(lambda x: jnp.stack([x] * REPLICAS), params())
-    state = jax.vmap(sync.init, axis_name="replica")(stacked)
-    for communicate in (True, False, True):
-
-        def update(state: Any, params: Any, communicate: bool = communicate) -> Any:
-            return sync.update(params, state, params, communicate=communicate)[1]
-
-        state = jax.vmap(update, axis_name="replica")(state, stacked)
-    local = jax.tree.map(lambda x: x[0], state.local)
-    assert sync.algorithm.skip_count(local, 3) == 1
-    assert sync.phases() == [("round 0",), ("round 1",)]
-
-
 def test_an_island_counts_replicas_as_gossip_weighs_them(tmp_path):
     island = js.islands.join(str(tmp_path), name="one", outer_optimizer=optax.sgd(1.0))
     step, state, _ = trained(island.transform(BASES["gossip"]()), updates=0)

@@ -71,15 +71,3 @@ def test_programs_with_other_names_or_another_order_have_the_same_operations():
     ]
     assert compared(programs(text), programs(other))[0] == "step: the same operations"
     assert "'stablehlo.add': '1 -> 2'" in compared(programs(text), programs(wider))[0]
-
-
-def test_a_table_of_steps_says_which_field_of_which_cell_differs():
-    import step_table
-
-    before = {"host, diloco, plain": {"update 1, params": "ab", "emitted": ["one", "two"]}}
-    assert step_table.differing(before, before) == []
-    cell = {"update 1, params": "cd", "emitted": ["one", "three"]}
-    assert step_table.differing(before, {"host, diloco, plain": cell}) == [
-        "host, diloco, plain: update 1, params: ab -> cd",
-        "host, diloco, plain: emitted: ['two'] -> ['three']",
-    ]

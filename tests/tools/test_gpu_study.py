@@ -15,14 +15,12 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 try:
     import gpu_study
     import gpu_study_report as report
-    import installed_text
 finally:
     sys.path.remove(str(ROOT / "benchmarks"))
 
 from support.promotion import standard  # noqa: E402
 
 DELAYED = "diloco, 4 fragments, delay"
-GROUP = pytest.mark.xdist_group("gpu study")  # they share three tiny runs
 TURNS = 3
 TINY = (gpu_study.Experiment("tiny", "tiny", 1.5, (gpu_study.ALL_REDUCE, DELAYED)),)
 
@@ -75,7 +73,6 @@ def without_seconds(results: Path) -> list[dict]:
     return rows
 
 
-@GROUP
 def test_an_interrupted_study_goes_on_to_the_bit_and_the_plan_says_what_was_measured(studies):
     whole, cut = (without_seconds(x / "results") for x in (studies.whole, studies.cut))
     assert whole == cut
@@ -97,21 +94,6 @@ def test_an_interrupted_study_goes_on_to_the_bit_and_the_plan_says_what_was_meas
     assert plan_in(studies.cut)["measured"]["done"] == dict.fromkeys(tiny.algorithms, tiny.updates)
     with pytest.raises(SystemExit, match="tiny is finished"):
         call(studies.cut)
-
-
-@GROUP
-def test_prices_of_the_tiny_study(studies):
-    rows = gpu_study.read_rows(studies.whole / "results")
-    by_name = {row["algorithm"]: row for row in rows}
-    base = by_name.pop(gpu_study.ALL_REDUCE)
-    found = report.prices(rows)
-    assert [x[0].row["algorithm"] for x in found] == list(by_name)
-    for algorithm in found:
-        last, row = algorithm[-1], algorithm[-1].row
-        means = [np.mean(x["history"][-1]["losses"]) for x in (row, base)]
-        assert last.price == pytest.approx(means[0] / means[1] - 1)
-        assert last.low <= last.price <= last.high
-    assert report.price_table(rows).count("100 % |") == len(by_name)
 
 
 def row_of(algorithm: str, *losses: list[float], text: str = "one") -> dict:
@@ -149,35 +131,3 @@ def test_the_plan_is_that_of_the_experiments_and_fits():
     measured = {x["name"]: x["measured"] for x in recorded["experiments"] if x["measured"]}
     assert recorded == gpu_study.make_plan(gpu_study.EXPERIMENTS, measured)
     assert all(x["estimate"]["fits"] for x in recorded["experiments"])
-
-
-def test_families_are_held_out_as_a_whole_and_contents_are_taken_once(monkeypatch, tmp_path):
-    def file(name: str, text: bytes) -> tuple[str, Path]:
-        path = tmp_path / name.replace("/", "-")
-        path.write_bytes(text)
-        return name, path
-
-    def source(name: str) -> bytes:
-        return "".join(f"{name} = value_{i}_of_a_module\n" for i in range(1500)).encode()
-
-    found = [("binary", "1.0", "MIT", [file("binary/a.py", b"\0" + source("binary"))])]
-    for i in range(12):
-        one, two = file(f"f{i}/a.py", source(f"n{i}")), file(f"f{i}-plug/a.py", source(f"m{i}"))
-        same = file(f"f{i}-plug/same.py", b"licence = 'text'\n")
-        found += [(f"f{i}", "1.0", "MIT", [one]), (f"f{i}-plug", "1.0", "BSD", [two, same])]
-    monkeypatch.setattr(installed_text, "installed", lambda: iter(found))
-    summary = installed_text.write(tmp_path / "text", 0)
-    rows = {row["family"]: row for row in summary["families"]}
-    assert rows["f0"]["packages"] == ["f0 1.0", "f0-plug 1.0"]
-    assert rows["f0"]["licences"] == ["BSD", "MIT"]
-    assert "binary" not in rows
-    assert 1 <= len(summary["held_out"]) <= len(rows) // 3
-    text = (tmp_path / "text" / "files.tsv").read_text()
-    files = [line.split("\t") for line in text.splitlines()]
-    assert len({digest for *_, digest, _ in files}) == len(files)
-    assert len({(part, family) for part, family, *_ in files}) == len(rows)
-    for part, name in (("training", "training"), ("held out", "held_out")):
-        size = np.load(tmp_path / "text" / f"{name}.npy").size
-        assert size == sum(int(size) for of, _, size, *_ in files if of == part) > 0
-    assert installed_text.write(tmp_path / "text", 0) == summary  # again the same
-    assert installed_text.write(tmp_path / "text", 1)["held_out"] != summary["held_out"]

@@ -65,8 +65,6 @@ def test_advice_needs_more_than_half_of_the_seeds():
     better = tune_outer.advice(settings, np.array([[2.0, 2.0, 2.0], [1.0, 1.0, 2.5]]))
     assert better.startswith("momentum 0.4, rate 1")
     assert better.endswith("better with 2 of 3 seeds")
-    outlier = tune_outer.advice(settings, np.array([[2.0, 2.0, 2.0], [2.1, 2.1, 0.5]]))
-    assert outlier == "no setting beats plain averages, 2.000"
 
 
 def test_settings_train_side_by_side(tmp_path):
