@@ -1,6 +1,5 @@
 """The README and the pages: reachable, and true to the recorded results."""
 
-import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -115,17 +114,3 @@ def test_steps_on_slow_links_are_as_recorded():
         assert shown[step][:2] == [milliseconds.split()[0], ratio], step
         assert float(shown[step][2]) == pytest.approx(float(megabytes), abs=0.0051), step
     assert {*RECORDED, "step", "---"} == set(shown)
-
-
-def test_losses_by_learning_rate_are_as_recorded():
-    text = (DOCS / "choosing.md").read_text("utf-8").partition("| peak rate |")[2].split("\n\n")[0]
-    algorithms = re.findall(r"`(\w+)`", text.partition("\n")[0])
-    shown = rows(text)[1:]
-    results = ROOT / "benchmarks/results/compare_text_rates.json"
-    recorded = [r for r in json.loads(results.read_text("utf-8"))["rows"] if r["seed"] == 0]
-    assert [float(rate) for rate, *_ in shown] == [row["learning_rate"] for row in recorded]
-    for column, name in enumerate(algorithms, start=1):
-        losses = [f"{row['validation_loss'][name]:.3f}" for row in recorded]
-        best = min(losses)  # in bold
-        found = [row[column] for row in shown]
-        assert found == [f"**{loss}**" if loss == best else loss for loss in losses]

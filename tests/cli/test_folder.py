@@ -145,21 +145,6 @@ def test_after_a_wrong_call_a_new_folder_is_gone_and_a_full_disk_is_no_wrong_cal
     assert raised.value.code == 75
 
 
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        ([], "no checkpoint in "),
-        (["0"], "the last saved step is 0, in "),
-        (["2147483647", "5"], "the last saved step is 2147483647, in "),
-        (["5", "2147483648", "007", "²", "٣", "-1"], "step is 5, in "),
-    ],
-)
-def test_only_a_number_that_a_step_can_have_is_a_checkpoint(tmp_path, names, words):
-    for name in names:
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert words in RunFolder(tmp_path).describe_checkpoint()
-
-
 HOLD = """
 import sys, time
 from pathlib import Path

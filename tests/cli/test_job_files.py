@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -34,11 +33,6 @@ def as_called(script: str) -> TrainConfig:
     return config
 
 
-def job_sets(file: Path) -> list[dict[str, Any]]:
-    found = [part for part in yaml.safe_load_all(file.read_text()) if part["kind"] == "JobSet"]
-    return [part["spec"] for part in found]
-
-
 def syntax_error(script: str) -> str:
     return subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr
 
@@ -55,15 +49,13 @@ def test_the_pages_tell_of_every_job():
 def test_scripts(file):
     script = file.read_text()
     assert not syntax_error(script)
-    assert syntax_error(script + "\nif")
     assert as_called(script).mesh.num_replicas == 4
-    with pytest.raises(Exception, match="--no-such-option"):
-        as_called("python -m jaxslowmo train --out x --no-such-option 3")
 
 
 @pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
 def test_job_sets(file):
-    (spec,) = job_sets(file)
+    parts = yaml.safe_load_all(file.read_text())
+    (spec,) = [part["spec"] for part in parts if part["kind"] == "JobSet"]
     (job,) = spec["replicatedJobs"]
     pods = job["template"]["spec"]
     assert pods["parallelism"] == pods["completions"]

@@ -5,13 +5,11 @@ import io
 import json
 import os
 import shutil
-import threading
 import types
 from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tensorboardX import record_writer
 
 from cli.commands import curves, records
 from jaxslowmo.cli._config import TrainConfig, replace_options
@@ -26,7 +24,6 @@ from jaxslowmo.cli._record import (
     format_count,
     to_json,
 )
-from support.waiting import wait_until
 
 CONFIG = replace_options(TrainConfig(), {"tensorboard": True})
 
@@ -179,23 +176,6 @@ def test_lines_wait_until_a_full_disk_takes_them_or_end_the_run(tmp_path, monkey
     monkeypatch.undo()
     write(tmp_path, {"step": 6}, after=5)
     assert steps(tmp_path) == [1, 2, 3, 4, 6]
-
-
-def test_events_that_a_full_disk_refuses_do_not_stop_the_run(tmp_path, monkeypatch):
-    """Neither the thread that writes them nor their queue, which holds ten by default."""
-    ends = []
-    monkeypatch.setattr(FullDisk, "is_full", False)
-    monkeypatch.setattr(record_writer, "open_file", lambda path: FullDisk(path, "wb"))
-    monkeypatch.setattr(threading, "excepthook", ends.append)
-    with opened(tmp_path) as files:
-        monkeypatch.setattr(FullDisk, "is_full", True)
-        for step in range(30):
-            files._add_record({"step": step, "loss": 1.0})
-            if step == 1:
-                wait_until(lambda: ends)
-        monkeypatch.setattr(FullDisk, "is_full", False)
-    assert ends[0].exc_value.errno == errno.ENOSPC
-    assert steps(tmp_path) == list(range(30))
 
 
 def test_bytes_of_events_that_no_kind_holds_together_add_up():

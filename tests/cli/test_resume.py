@@ -93,18 +93,6 @@ def test_a_longer_run_keeps_the_length_of_the_schedule_unless_another_is_given(r
     assert rates(saved / "out") == rates_of(range(1, 14), 11) | rates_of([14, 15], 30)
 
 
-def test_another_number_of_replicas_starts_from_the_consensus(resume, saved):
-    lost_after(saved, 9)
-    outcome = resume("--replicas 3 --checkpoint-every 3", {"keep": 1})
-    assert (outcome.code, outcome.err) == (0, "")
-    (resumed,) = (line for line in records(saved / "out") if "resumed" in line)
-    assert resumed["step"] == 9
-    assert any("consensus" in sentence for sentence in resumed["resumed"])
-    for sentence in resumed["resumed"]:
-        assert " ".join(sentence.split()) in " ".join(outcome.out.split())
-    assert steps_in(saved / "out") == [11]
-
-
 def test_what_would_be_another_run_is_refused(resume, saved):
     """Before the arrays are read; what could be told once can be told again."""
     for path in (saved / "out" / "checkpoints" / "11" / "state").rglob("*"):

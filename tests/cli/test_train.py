@@ -128,27 +128,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(call, text, tmp_path):
     assert records(out)[-1]["loss"] is None
 
 
-@pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm in half precision
-def test_a_run_in_float16_tells_its_scale(call, text, tmp_path):
-    out = tmp_path / "out"
-    outcome = call(
-        TINY, QUICK, {"loss_scale": 2**24}, "--dtype float16 --replicas 2 --execution virtual",
-        "--data", text, "--algorithm local_sgd --log-every 1 --steps 6 --out", out,
-    )  # fmt: skip
-    assert (outcome.code, outcome.err) == (0, "")
-    assert "updates skipped" in outcome.out
-    scales, skipped = zip(
-        *((r["loss_scale"], r["skipped_updates"]) for r in records(out)[1:]), strict=True
-    )
-    # Both replicas halve their own, once for each update that they skip.
-    assert (len(scales), scales[0]) == (6, 2**24)
-    assert [*scales] == sorted(scales, reverse=True)
-    assert [*skipped] == sorted(skipped)
-    summary = json_of(out / "summary.json")
-    assert (summary["loss_scale"], summary["skipped_updates"]) == (scales[-1], skipped[-1])
-    assert summary["skipped_updates"] > 0
-
-
 def test_patience_ends_a_run_that_does_not_improve(call, text, tmp_path):
     """At a rate of 0, so the evaluation of the start stays the best one."""
     out = tmp_path / "out"

@@ -165,19 +165,6 @@ def test_a_step_may_take_three_times_as_long_as_others_of_a_kind(notes, ends, cl
     assert ends == [143]
 
 
-def test_a_save_that_grows_is_progress(notes, ends, clock):
-    notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
-    written = [0]
-    with watch() as own:
-        own.watch_save(lambda: written[0])
-        for _ in range(20):
-            written[0] += 1
-            clock.passes(1)
-        assert ends == []
-        clock.passes(7)
-    assert ends == [143]
-
-
 def test_without_progress_for_longer_than_the_limit_all_end(notes, ends, capfd, clock):
     with watch(stall=1800) as own:
         for _ in range(30):

@@ -7,13 +7,12 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from islands.test_trust import NAN, SIZE, UNIT, life, moved, part
+from islands.test_trust import NAN, SIZE, UNIT, life, moved
 from islands.world import World
 from jaxslowmo.islands import IslandsError
 from jaxslowmo.islands._anchors import Anchor
 from jaxslowmo.islands._format import (
     PartCodec,
-    part_key,
 )
 from jaxslowmo.islands._optimizer import HostOptimizer
 from jaxslowmo.islands._rounds import Rounds
@@ -81,27 +80,6 @@ def test_an_outer_step_that_would_leave_the_range_of_float32_is_not_taken(outer)
     _, said = life("a", world, act, optimizer=optimizer)
     world.run()
     assert sum("round 0: " in line and "not finite" in line for line in said) == 1
-
-
-@pytest.mark.parametrize(("earlier", "kind"), [("0" * 16, "healthy"), ("f" * 16, "damaged")])
-def test_of_two_parts_of_one_island_the_newest_that_can_be_read_is_taken(earlier, kind):
-    world, ends = World(lambda n: 0), list[Anchor]()
-
-    def act(rounds: Rounds) -> None:
-        data = part(rounds.settings, "b", UNIT[3])
-        data = data[:-1] + b"\x01" if kind == "damaged" else data
-        key = part_key(0, "b", earlier)
-        world.objects[key] = world.ever[key] = data
-        world.changed()
-        moved(rounds, UNIT[1])
-        ends.append(rounds.anchor)
-
-    _, said = life("b", world, act, quorum=2)
-    life("a", world, repeat(1, ends), quorum=2)
-    world.run()
-    assert ends[0].digest == ends[1].digest
-    np.testing.assert_allclose(ends[0].values[0], -(UNIT[0] + UNIT[1]) / 2)
-    assert not any("earlier process" in line for line in said)
 
 
 @pytest.mark.parametrize("counts", [True, False])

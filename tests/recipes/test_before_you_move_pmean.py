@@ -92,20 +92,6 @@ def test_averages_are_those_of_replicas_trained_by_hand(page):
     assert_close(one, by_hand(page, 3, clipped))
 
 
-def test_without_a_check_or_with_one_of_the_exchange_alone_replicas_train_on_nan(page):
-    averages = page["averages"]
-    for sync in (averages, js.only_finite(averages)):
-        tx = js.chain(page["adam"], sync)
-        params, (_, state) = page["train"](tx.init, functools.partial(page["local_step"], tx))
-        bad = [not np.isfinite(b) for b in np.asarray(params["b"])]
-        # Refused exchanges leave the NaN where it was.
-        assert bad == [sync is averages or r == BAD for r in range(REPLICAS)]
-        assert_equal_counts(state)
-    tx = js.chain(optax.apply_if_finite(page["adam"], 5), js.only_finite(averages))
-    params, _ = page["train"](tx.init, functools.partial(page["local_step"], tx))
-    assert_close(params, page["trained"]["local_sgd"][0])
-
-
 def test_selecting_an_old_state_on_one_replica_sets_its_counter_back(page):
     """The first run ends before the next exchange, for which the others would wait."""
     tx = js.chain(page["adam"], page["averages"])

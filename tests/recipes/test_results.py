@@ -116,41 +116,9 @@ def test_a_sum_and_its_number_train_as_plain_jax_does_on_the_whole_batch():
     assert_close(jax.tree.map(lambda leaf: leaf[0], stacked), expected, atol=1e-5)
 
 
-@of_recipe("accumulation")
-def test_a_rare_exchange_weighs_replicas_by_the_tokens_of_its_own_step():
-    found = of_tokens()
-    replicas, optimizer = [found["words"]] * 4, optax.adam(0.01)
-    states = [optimizer.init(found["words"])] * 4
-    for t, rows in enumerate(found["text"], start=1):
-        for r, share in enumerate(rows.reshape(4, 8, 9)):
-            if found["tokens_of"](share, 1)[0] == 0:
-                continue  # a replica of weight 0 keeps its parameters and its optimizer's state
-            grads = jax.grad(found["token_loss"])(replicas[r], share)
-            updates, states[r] = optimizer.update(grads, states[r], replicas[r])
-            replicas[r] = optax.apply_updates(replicas[r], updates)
-        if t % 3 == 0:
-            tokens = found["tokens_of"](rows)
-            leaves = {name: [params[name] for params in replicas] for name in replicas[0]}
-            mean = {name: np.average(x, axis=0, weights=tokens) for name, x in leaves.items()}
-            replicas = [jax.tree.map(np.float32, mean)] * 4
-    stacked = found["result"].state.params
-    assert_close(jax.tree.map(lambda leaf: leaf[0], stacked), replicas[0], atol=1e-5)
-
-
 def reading_state() -> dict[str, Any]:
     titles = [title for title, blocks in sections("reading-state").items() if blocks]
     return run("reading-state", *[title for title in titles if title != LOAD_IN_TORCH])
-
-
-@of_recipe("reading-state")
-def test_an_export_is_the_model_in_jax_and_flax():
-    found = reading_state()
-    titles = ["", "The consensus", "Parameters, anchor, momentum, counters"]
-    before = run("reading-state", *titles, "What an update exchanges")
-    consensus = before["step"].consensus(before["state"])
-    for loaded in (found["loaded"], found["tensors"]):
-        jax.tree.map(np.testing.assert_array_equal, loaded, consensus)
-    np.testing.assert_array_equal(found["nnx_model"].kernel[...], found["trained"]["kernel"][...])
 
 
 @of_recipe("reading-state")

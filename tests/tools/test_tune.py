@@ -6,15 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 try:
     import graphs_page
     import schedule_picture
     import tune_buckets
-    import tune_outer
 finally:
     sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -58,13 +55,6 @@ def test_ties_go_to_the_larger_bucket():
     # 20 is never as fast.
     assert best([3.0, 3.0, 3.0], [1.0, 1.0, 1.2], [1.01, 1.01, 1.3]) == 8
     assert best([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [2.0, 2.0, 2.0]) == 0
-
-
-def test_advice_needs_more_than_half_of_the_seeds():
-    settings = [tune_outer.Setting(1.0, 1.0, 0.0), tune_outer.Setting(1.0, 1.0, 0.4)]
-    better = tune_outer.advice(settings, np.array([[2.0, 2.0, 2.0], [1.0, 1.0, 2.5]]))
-    assert better.startswith("momentum 0.4, rate 1")
-    assert better.endswith("better with 2 of 3 seeds")
 
 
 def test_settings_train_side_by_side(tmp_path):
