@@ -95,16 +95,6 @@ def test_a_resumed_run_goes_on_with_the_same_curves(tmp_path):
     assert curves(tmp_path)["loss"] == {1: 4.0, 2: float("inf"), 3: 3.0}
 
 
-@pytest.mark.parametrize("damage", [b"\xff\xfe", b"[1]", b'{"step": "1"}'])
-def test_a_damaged_line_is_named_and_nothing_is_lost(tmp_path, damage):
-    metrics = tmp_path / "metrics.jsonl"
-    content = b'{"step": 0}\n' + damage + b'\n{"step": 2}\n'
-    metrics.write_bytes(content)
-    with pytest.raises(ValueError, match=r"metrics\.jsonl .* line 2 "):
-        opened(tmp_path, 2)
-    assert metrics.read_bytes() == content
-
-
 @pytest.mark.parametrize("what", ["folder", "moved"])
 def test_records_come_back_when_files_are_deleted(tmp_path, what):
     folder = tmp_path / "out"

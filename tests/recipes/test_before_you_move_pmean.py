@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-import jaxslowmo as js
 from recipes.doc_blocks import run, sections
 
 PAGE = "before-you-move-pmean"
@@ -44,29 +43,17 @@ def by_hand(page: dict[str, Any], period: int, optimizer: optax.GradientTransfor
     """Local steps of every replica but one, which leaves out its bad step; averages of all."""
     replicas = [{"w": jnp.zeros(3), "b": jnp.zeros(())}] * REPLICAS
     states = [optimizer.init(params) for params in replicas]
+    grad = jax.jit(jax.grad(page["loss_fn"]))
     for t in range(UPDATES):
         for r in range(REPLICAS):
             if (r, t) != (BAD, AT):
-                grads = jax.grad(page["loss_fn"])(replicas[r], (page["x"][t, r], page["y"][t, r]))
+                grads = grad(replicas[r], (page["x"][t, r], page["y"][t, r]))
                 updates, states[r] = optimizer.update(grads, states[r], replicas[r])
                 replicas[r] = optax.apply_updates(replicas[r], updates)
         if (t + 1) % period == 0:
             mean = jax.tree.map(lambda *leaves: sum(leaves) / REPLICAS, *replicas)
             replicas = [mean] * REPLICAS
     return replicas[0]
-
-
-def selecting(page: dict[str, Any], tx: optax.GradientTransformation, *, states: bool) -> Any:
-    """A step that selects old parameters, and the old states with them, where gradients are bad."""
-
-    def step(params, opt_state, batch):
-        grads = jax.grad(page["loss_fn"])(params, batch)
-        updates, new_state = tx.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_state
-        old = params, opt_state if states else new_state
-        return page["select"](page["all_finite"](grads), new, old)
-
-    return step
 
 
 def test_a_reduction_in_the_loop_trains_as_pmean_did(page):
@@ -84,22 +71,12 @@ def test_a_replica_that_skips_its_update_stays_in_step(page, name):
 
 
 def test_averages_are_those_of_replicas_trained_by_hand(page):
+    expected = by_hand(page, 3, page["adam"])
     for params in (page["trained"]["local_sgd"][0], page["scaled_params"], page["flax_params"]):
-        one = jax.tree.map(lambda leaf: leaf[0], params)
-        assert_close(one, by_hand(page, 3, page["adam"]))
+        assert_close(jax.tree.map(lambda leaf: leaf[0], params), expected)
     clipped = optax.chain(optax.clip_by_global_norm(1.0), page["adam"])
     one = jax.tree.map(lambda leaf: leaf[0], page["clipped_params"])
     assert_close(one, by_hand(page, 3, clipped))
-
-
-def test_selecting_an_old_state_on_one_replica_sets_its_counter_back(page):
-    """The first run ends before the next exchange, for which the others would wait."""
-    tx = js.chain(page["adam"], page["averages"])
-    _, (_, sync) = page["train"](tx.init, selecting(page, tx, states=True), steps=AT + 1)
-    assert sync.count.tolist() == [AT + (r != BAD) for r in range(REPLICAS)]
-    tx = js.chain(page["adam"], js.local_sgd("replica", sync_every=20))
-    with pytest.raises(ValueError, match=f"7 updates on replica {BAD} .*8 on"):
-        page["train"](tx.init, selecting(page, tx, states=True))
 
 
 def test_each_replica_lowers_its_own_loss_scale(page):

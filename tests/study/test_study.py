@@ -80,14 +80,3 @@ def test_a_row_is_tuned_and_trained_and_is_the_same_the_second_time(study, small
     again = study.train.final_of(cell, row["best"])
     assert again["test"] == row["test"]
     json.dumps(row)
-
-
-def test_examples_of_a_seed_are_divided_once(study):
-    """No image of validation or test is trained on, in any of its forms."""
-    task = study.tasks.classifier()
-    trained = np.unique(task.batches(3, 50, 8) % study.tasks.IMAGES)
-    held_out = task.held_out(3)
-    for part in ("validation", "test"):
-        assert not np.isin(held_out[part] % study.tasks.IMAGES, trained).any()
-    assert not np.isin(held_out["test"] % 1797, held_out["validation"] % 1797).any()
-    assert len(trained) == study.tasks.TRAIN
