@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 API = DOCS / "api/index.md"  # has a table of the pages beside it
-TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "tests/README.md", *PAGES]
+TEXTS = [ROOT / "README.md", ROOT / "tests/README.md", *PAGES]
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 # Such as `tests/golden` or `benchmarks/results/bench_reducer.md`, and not `OUT/logs`.
 _PATH = re.compile(

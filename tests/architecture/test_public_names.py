@@ -77,17 +77,6 @@ def test_public_names_are_documented():
     assert {name for name, x in PUBLIC.items() if unknown_sections(x.__doc__ or "")} == set()
 
 
-def test_public_docstrings_fit_on_a_screen():
-    documented = {name: x for name, x in PUBLIC.items() if callable(x)}
-    for name, value in [*documented.items()]:
-        if inspect.isclass(value):
-            methods = {key: x for key, x in vars(value).items() if inspect.isfunction(x)}
-            documented |= {f"{name}.{key}": x for key, x in methods.items()}
-    # What does not fit stands below the entries of docs/api.
-    lines = {name: len((inspect.getdoc(x) or "").splitlines()) for name, x in documented.items()}
-    assert {name: count for name, count in lines.items() if count > 40} == {}
-
-
 def spelled(name: str, value: Any) -> str:
     """A line of the list of names: with arguments and their defaults, where it is called."""
     if not callable(value):

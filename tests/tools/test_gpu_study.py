@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,12 @@ TURNS = 3
 TINY = (gpu_study.Experiment("tiny", "tiny", 1.5, (gpu_study.ALL_REDUCE, DELAYED)),)
 
 
+def packages() -> Iterator[tuple[str, str, str, list[tuple[str, Path]]]]:
+    """Stand in for what is installed: the folders of this one."""
+    for folder in sorted((ROOT / "jaxslowmo").glob("*/")):
+        yield folder.name, "1.0", "MIT", [(str(x), x) for x in sorted(folder.glob("*.py"))]
+
+
 def points(results: Path) -> int:
     return sum(len(row["history"]) for row in gpu_study.read_rows(results))
 
@@ -45,6 +52,7 @@ def studies(tmp_path_factory):
     compilation_cache.reset_cache()
     patch = pytest.MonkeyPatch()
     patch.setattr(gpu_study, "TINY", TINY)
+    patch.setattr(gpu_study.installed_text, "installed", packages)
     try:
         whole, cut = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("cut")
         with standard():  # flax's LayerNorm promotes
@@ -94,29 +102,6 @@ def test_an_interrupted_study_goes_on_to_the_bit_and_the_plan_says_what_was_meas
     assert plan_in(studies.cut)["measured"]["done"] == dict.fromkeys(tiny.algorithms, tiny.updates)
     with pytest.raises(SystemExit, match="tiny is finished"):
         call(studies.cut)
-
-
-def row_of(algorithm: str, *losses: list[float], text: str = "one") -> dict:
-    history = [{"updates": 32 * (i + 1), "losses": x} for i, x in enumerate(losses)]
-    settings = {"preset": "1m", "algorithm": algorithm, "updates": 64, "text": text}
-    return settings | {"history": history, "parameters": 1000, "bytes_per_update": 300}
-
-
-def test_prices_are_paired_and_of_equal_updates_and_text():
-    reference = row_of("all_reduce", [4.0, 2.0, 3.0], [2.0, 1.0, 1.5])
-    # A tenth more on every family: families that are harder for both do not widen the interval.
-    behind = row_of("local_sgd", [4.4, 2.2, 3.3])
-    (one,), (first, last) = report.prices(
-        [reference, behind, row_of("diloco", [4.0, 2.0, 3.3], [2.0, 1.0, 2.1])]
-    )
-    assert (one.updates, one.price, one.low, one.high) == pytest.approx((32, 0.1, 0.1, 0.1))
-    assert one.bytes_per_parameter == pytest.approx(9.6)
-    assert (first.updates, last.updates) == (32, 64)
-    assert last.price == pytest.approx(5.1 / 4.5 - 1)
-    assert last.low == pytest.approx(0.0)  # that of samples without the third family
-    assert report.at([first, last], 10.0) == report.percent(first)
-    assert report.at([first, last], 0.5) == ""
-    assert report.prices([reference, row_of("diloco", [4.0, 2.0, 3.0], text="other")]) == []
 
 
 def test_the_page_shows_what_the_results_give():

@@ -11,7 +11,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 try:
     import graphs_page
     import schedule_picture
-    import tune_buckets
 finally:
     sys.path.remove(str(ROOT / "benchmarks"))
 
@@ -44,17 +43,6 @@ def test_the_numbers_of_the_pages_text(capsys):
 def test_a_picture_of_a_schedule(tmp_path):
     schedule_picture.draw(js.schedules.by_name("zbv", 3, 6), tmp_path / "schedule.png")
     assert (tmp_path / "schedule.png").stat().st_size > 10_000
-
-
-def test_ties_go_to_the_larger_bucket():
-    def best(*seconds):
-        return tune_buckets.best_limit(dict(zip((0.0, 8.0, 20.0), seconds, strict=True)))
-
-    # 8 is fastest by a hair and 20 beats it in one round of three.
-    assert best([3.0, 3.0, 3.0], [1.0, 1.0, 1.2], [1.01, 1.01, 1.1]) == 20
-    # 20 is never as fast.
-    assert best([3.0, 3.0, 3.0], [1.0, 1.0, 1.2], [1.01, 1.01, 1.3]) == 8
-    assert best([1.0, 1.0, 1.0], [2.0, 2.0, 2.0], [2.0, 2.0, 2.0]) == 0
 
 
 def test_settings_train_side_by_side(tmp_path):
