@@ -38,8 +38,11 @@ def write(folder, files):
             None,
             True,
         ),
-        # It would train a new model.
-        ({"config.json": CONFIG}, "a run (not finished, last step 0, no checkpoint)", False),
+        (
+            {"config.json": CONFIG, "summary.json": '{"status": "finished"}'},
+            "a run (finished, last step 0, no checkpoint)",
+            False,  # it would train a new model
+        ),
         (
             {"config.json": CONFIG, "metrics.jsonl": METRICS, "checkpoints/5/x": ""},
             "a run (not finished, last step 7, a checkpoint of step 5)",

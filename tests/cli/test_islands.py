@@ -67,11 +67,6 @@ def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
     assert json_of(tmp_path / "whole" / "summary.json")["round"] == 3
     assert found[-1]["validation_loss"] < found[0]["validation_loss"]
 
-    assert trained("second", "new", "--steps 12", {"deadline_seconds": 0}).code == 0
-    outcome = trained("second", "parts", "--steps 16 --resume", {"deadline_seconds": 0})
-    assert outcome.code == 0
-    # Its lines, as they are.
-    assert outcome.err.startswith("island a: an earlier process has contributed since round 3")
     refused = trained("second", "other", "--steps 8 --slow-momentum 0.3")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert "outer_optimizer" in refused.err
@@ -80,9 +75,11 @@ def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
 
 @pytest.mark.usefixtures("quick_processes")
 def test_two_islands_end_with_one_model_though_one_was_stopped_while_it_waited(
-    call, text, tmp_path
+    call, text, tmp_path, programs
 ):
     run = tmp_path / "run"
+    cache = {"JAX_ENABLE_COMPILATION_CACHE": "1", "JAX_COMPILATION_CACHE_DIR": str(programs)}
+    cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
     def start(name, *more):
         options = (
@@ -95,7 +92,7 @@ def test_two_islands_end_with_one_model_though_one_was_stopped_while_it_waited(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | {"COLUMNS": "100"},
+            env=os.environ | cache | {"COLUMNS": "100"},
         )
 
     first = start("a")
