@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from islands.together import batch, loss, params, run_together
-from jaxslowmo.checkpoint import Checkpoints
 from jaxslowmo.islands import IslandsError
 
 PERIOD, ROUNDS = 4, 20
@@ -148,28 +147,6 @@ def test_half_precision_and_copies_of_parameters_follow(tmp_path):
         assert np.isfinite(np.asarray(z, np.float32)).all()
     moved = [np.abs(x - y).max() for x, y in zip(whole(a.params), whole(model), strict=True)]
     assert min(moved) > 0.01
-
-
-@pytest.mark.parametrize("codec", [None, js.codecs.int4()])
-def test_a_stopped_island_goes_on_to_the_bit(codec, tmp_path):
-    part = slice(0, 2)
-    run = functools.partial(train, codec=codec, snapshot_every=2)
-
-    def two_more(step: Any, state: Any) -> Any:  # it stops within a period
-        for _ in range(2):
-            state, _ = step(state, batch(int(state.step[0]) + 1, part))
-        return state
-
-    step, at_once, _ = run(tmp_path / "a", "one", part, periods=6)
-    at_once = two_more(step, at_once)
-    step, state, _ = run(tmp_path / "b", "one", part, periods=3)
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(14, two_more(step, state), wait=True)
-        restored = lambda step: checkpoints.restore(step, params()).state  # noqa: E731
-        _, resumed, island = run(tmp_path / "b", "one", part, periods=3, start=restored)
-    assert (int(resumed.step[0]), island.round) == (26, 6)
-    for x, y in zip(whole(resumed.params), whole(at_once.params), strict=True):
-        np.testing.assert_array_equal(x, y)
 
 
 @pytest.mark.parametrize("late", ["drop", "carry:0.5"])

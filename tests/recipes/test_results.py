@@ -54,27 +54,6 @@ def test_the_loops_and_the_training_step_agree():
     assert_close(found["final"], averaged)
 
 
-def test_masked_leaves_stay_as_they_are_and_a_rate_of_zero_leaves_finite_state():
-    found = recipe(MASKED)
-    np.testing.assert_array_equal(found["state"].model_state["order"], [[2, 0, 1]] * 4)
-    found = recipe("Learning-rate schedules")
-    assert found["schedule"](0) == found["schedule"](18) == 0
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(found["train"](found["tx"])))
-
-
-def test_the_mean_of_emas_is_the_ema_of_the_consensus():
-    found = recipe("EMA, the exponential moving average of parameters")
-    step, expected = found["step"], found["params"]
-    state = step.init(expected)
-    for batch in found["batches"]:
-        passed_by = js.consensus(state.params, mesh=found["mesh"])
-        expected = optax.incremental_update(passed_by, expected, 0.1)
-        state, _ = step(state, batch)
-    assert_close(found["averaged"], expected)
-    # Replicas, and with them their EMAs, are apart meanwhile.
-    assert spread(found["ema"]["w"]) > 1e-3
-
-
 def test_frozen_leaves_stay_the_others_train_alike_and_only_they_are_sent():
     found = recipe("Frozen layers")
     mesh, start = found["mesh"], found["params"]
