@@ -151,20 +151,6 @@ def test_sigterm_without_progress_ends_it_and_names_the_last_checkpoint(notes, e
     assert json.loads(notes[_watch._FAILED])[:2] == [1, 143]  # the others end alike
 
 
-def test_a_step_may_take_three_times_as_long_as_others_of_a_kind(notes, ends, clock):
-    with watch() as own:
-        # One step that waited for a compiler counts for nothing.
-        for seconds in (0, 40, 5, 6):
-            clock.passes(seconds)
-            own.step_done("slow")
-            own.step_done("fast")
-        notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
-        clock.passes(14)
-        assert ends == []
-        clock.passes(2)
-    assert ends == [143]
-
-
 def test_without_progress_for_longer_than_the_limit_all_end(notes, ends, capfd, clock):
     with watch(stall=1800) as own:
         for _ in range(30):
