@@ -21,9 +21,9 @@ finally:
 
 from support.promotion import standard  # noqa: E402
 
-DELAYED = "diloco, 4 fragments, delay"
+OTHER = "diloco"
 TURNS = 3
-TINY = (gpu_study.Experiment("tiny", "tiny", 1.5, (gpu_study.ALL_REDUCE, DELAYED)),)
+TINY = (gpu_study.Experiment("tiny", "tiny", 1.5, (gpu_study.ALL_REDUCE, OTHER)),)
 
 
 def packages() -> Iterator[tuple[str, str, str, list[tuple[str, Path]]]]:
