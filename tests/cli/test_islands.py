@@ -75,11 +75,9 @@ def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
 
 @pytest.mark.usefixtures("quick_processes")
 def test_two_islands_end_with_one_model_though_one_was_stopped_while_it_waited(
-    call, text, tmp_path, programs
+    call, text, tmp_path
 ):
     run = tmp_path / "run"
-    cache = {"JAX_ENABLE_COMPILATION_CACHE": "1", "JAX_COMPILATION_CACHE_DIR": str(programs)}
-    cache |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
     def start(name, *more):
         options = (
@@ -92,7 +90,7 @@ def test_two_islands_end_with_one_model_though_one_was_stopped_while_it_waited(
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=os.environ | cache | {"COLUMNS": "100"},
+            env=os.environ | {"COLUMNS": "100"},
         )
 
     first = start("a")
