@@ -19,7 +19,7 @@ FILES = [
     "LICENSE", "README.md", "pyproject.toml", "colab", "docs/start.md", "jaxslowmo/__init__.py",
     "tools/address.py", "tools/package_metadata.py", "torch_compat/__init__.py",
 ]  # fmt: skip
-NONE, GITHUB, OTHER = "", "https://github.com/example/name", "https://git.example.org/group/name"
+NONE, GITHUB = "", "https://github.com/example/name"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
@@ -92,27 +92,13 @@ def test_an_address_is_written_everywhere_and_leaves_without_a_trace(checkout):
     assert texts(folder) == before
 
 
-def test_another_host_has_no_badges_and_what_is_no_address_is_refused(checkout):
-    folder = checkout(OTHER)
-    assert "no badges" in write(folder)
-    assert not any("Open in Colab" in text for text in texts(folder).values())
-    assert OTHER in texts(folder)["colab/tpu_manager.ipynb"]
-    for wrong in ("github.com/a/b", "https://github.com/a/b/", "git@host:a/b"):
-        with pytest.raises(subprocess.CalledProcessError) as error:
-            write(checkout(wrong))
-        assert "`repository`" in error.value.stderr
-
-
-def test_metadata_without_an_address_has_no_dead_link(checkout):
+def test_metadata_leads_to_files_that_exist_and_without_an_address_nowhere(checkout):
     found = metadata(checkout(NONE))
     readme = found.get_payload()
     assert found["Description-Content-Type"] == "text/markdown"
     assert found.get_all("Project-URL") is None
     assert [link for link in LINK.findall(readme) if not link.startswith("https://")] == []
     assert "<!--" not in readme
-
-
-def test_metadata_with_an_address_leads_to_files_that_exist(checkout):
     found = metadata(checkout(GITHUB))
     readme = found.get_payload()
     assert f"Repository, {GITHUB}" in found.get_all("Project-URL", [])

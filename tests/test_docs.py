@@ -1,6 +1,5 @@
 """The README and the pages: reachable, and true to the recorded results."""
 
-import json
 import re
 import tomllib
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 API = DOCS / "api/index.md"  # has a table of the pages beside it
 TEXTS = [ROOT / "README.md", ROOT / "tests/README.md", *PAGES]
-NAMES = [str(path.relative_to(ROOT)) for path in TEXTS]
 _LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
 # Such as `tests/golden` or `benchmarks/results/bench_reducer.md`, and not `OUT/logs`.
 _PATH = re.compile(
@@ -27,14 +25,11 @@ def without_code(path: Path) -> str:
     return re.sub(r"^ *```.*?^ *```$", "", path.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
 
 
-def headings(path: Path) -> list[tuple[int, str]]:
-    found = re.findall(r"^(#+) (.*)$", without_code(path), flags=re.MULTILINE)
-    return [(len(marks), title) for marks, title in found]
-
-
-def anchor(title: str) -> str:
-    """As GitHub and mkdocs make it of a heading."""
-    return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", title.lower()).strip())
+def anchors(path: Path) -> list[str]:
+    """Those of headings, as GitHub and mkdocs make them."""
+    titles = re.findall(r"^#+ (.*)$", without_code(path), flags=re.MULTILINE)
+    words = [re.sub(r"[^\w\s-]", "", title.lower()).strip() for title in titles]
+    return [re.sub(r"[\s-]+", "-", title) for title in words]
 
 
 def rows(text: str) -> list[list[str]]:
@@ -72,16 +67,16 @@ def test_readme_links_every_guide():
     assert guides - elsewhere | {"docs/api/index.md"} <= linked
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=NAMES)
-def test_links_lead_somewhere_and_files_that_are_named_exist(path):
-    for link in _LINK.findall(without_code(path)):
-        file, _, part = link.partition("#")
-        target = (path.parent / file).resolve() if file else path
-        assert target.exists(), link
-        if part:
-            assert part in [anchor(title) for _, title in headings(target)], link
-    for name in _PATH.findall(path.read_text("utf-8")):
-        assert list(ROOT.glob(name.rstrip("/"))), name
+def test_links_lead_somewhere_and_files_that_are_named_exist():
+    for path in TEXTS:
+        for link in _LINK.findall(without_code(path)):
+            file, _, part = link.partition("#")
+            target = (path.parent / file).resolve() if file else path
+            assert target.exists(), (path, link)
+            if part:
+                assert part in anchors(target), (path, link)
+        for name in _PATH.findall(path.read_text("utf-8")):
+            assert list(ROOT.glob(name.rstrip("/"))), (path, name)
 
 
 def test_marks_are_explained():
@@ -119,17 +114,3 @@ def test_steps_on_slow_links_are_as_recorded():
         assert shown[step][:2] == [milliseconds.split()[0], ratio], step
         assert float(shown[step][2]) == pytest.approx(float(megabytes), abs=0.0051), step
     assert {*RECORDED, "step", "---"} == set(shown)
-
-
-def test_losses_by_learning_rate_are_as_recorded():
-    text = (DOCS / "choosing.md").read_text("utf-8").partition("| peak rate |")[2].split("\n\n")[0]
-    algorithms = re.findall(r"`(\w+)`", text.partition("\n")[0])
-    shown = rows(text)[1:]
-    results = ROOT / "benchmarks/results/compare_text_rates.json"
-    recorded = [r for r in json.loads(results.read_text("utf-8"))["rows"] if r["seed"] == 0]
-    assert [float(rate) for rate, *_ in shown] == [row["learning_rate"] for row in recorded]
-    for column, name in enumerate(algorithms, start=1):
-        losses = [f"{row['validation_loss'][name]:.3f}" for row in recorded]
-        best = min(losses)  # in bold
-        found = [row[column] for row in shown]
-        assert found == [f"**{loss}**" if loss == best else loss for loss in losses]

@@ -42,37 +42,24 @@ def made(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_the_project_keeps_the_rules():
-    assert violations(ROOT) == []
-
-
-def test_a_clean_tree_has_no_violations(tmp_path):
-    assert violations(made(tmp_path, {})) == []
+def test_the_project_keeps_the_rules_and_so_does_a_clean_tree(tmp_path):
+    assert violations(ROOT) == violations(made(tmp_path, {})) == []
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
         ("jaxslowmo/tree/_x.py", "def f():\n    import jaxslowmo.mesh", "_x.py:2 tree must not"),
-        ("jaxslowmo/tree/_y.py", "from .. import __version__", "tree must not import the top"),
-        ("jaxslowmo/tree/_y.py", "from ..topology import ring", "tree must not import topology"),
-        ("jaxslowmo/mesh/sub/_b.py", "from ...train import x", "mesh must not import train"),
         ("jaxslowmo/__init__.py", "from .mesh import make", "the top level must not import mesh"),
         ("jaxslowmo/__init__.py", "def f():\n    from .cli import g", "must not import cli"),
-        ("jaxslowmo/__init__.py", "import jax", "plain Python and NumPy, not jax"),
         ("jaxslowmo/gossip/__init__.py", "", "jaxslowmo/gossip has no floor"),
         ("jaxslowmo/topology/_g.py", "def f():\n    import jax", "plain Python and NumPy, not jax"),
         ("jaxslowmo/train/_c.py", "import orbax.checkpoint", "orbax is no dependency"),
         ("torch_compat/reader.py", "import jaxslowmo", "jaxslowmo.topology, not jaxslowmo"),
-        ("torch_compat/reader.py", "import jax", "jax is no dependency"),
-        ("torch_compat/reader.py", "from . import manager", "reader must not import manager"),
-        ("torch_compat/on_jax/_a.py", "import torch_xla", "torch_xla is no dependency"),
         ("torch_compat/manager.py", "from . import on_jax", "loads on_jax before it is used"),
         # Circles: imports for types, inside of functions and ways around count.
         ("jaxslowmo/tree/_y.py", "if TYPE_CHECKING:\n    from ._x import f", "tree/_x.py <- jax"),
         ("jaxslowmo/mesh/_b.py", "from ..tree._x import f", "f is private to jaxslowmo.tree"),
-        ("jaxslowmo/mesh/_b.py", "def g():\n    import jaxslowmo.tree._x", "_x is private to"),
-        ("torch_compat/manager.py", "from .on_jax._a import f", "private to torch_compat.on_jax"),
     ],
 )  # fmt: skip
 def test_a_violation_is_found(tmp_path, name, text, message):
@@ -84,19 +71,3 @@ def test_contributing_has_the_table_of_the_floors():
     rows = re.findall(r"^\| (-?\d+) \| `(\w+)(?:\.py)?` \| \S.*\|$", CONTRIBUTING, re.MULTILINE)
     packages = {path.parent.name for path in (ROOT / PACKAGE).glob("*/__init__.py")}
     assert {name: int(floor) for floor, name in rows} == {name: FLOORS[name] for name in packages}
-
-
-def test_contributing_names_files_that_are_there():
-    # In backticks, with a slash, and not the placeholder of a name.
-    named = re.findall(r"`([\w.]+(?:/[\w.]+)+/?|[\w]+/)`", CONTRIBUTING)
-    assert len(named) > 30
-    # A file without its folder is one of the folder that the text is about.
-    files = re.findall(r"`(\w+\.py)`", CONTRIBUTING)
-    assert len(files) > 10
-    assert [name for name in {*files} if not [*ROOT.glob(f"[!.]*/**/{name}")]] == []
-    # Folders of packages are named without the package in the table.
-    assert [
-        place
-        for place in {*named} - {"site/"}
-        if not (ROOT / place).exists() and not list((ROOT / PACKAGE).glob(f"*/{place}"))
-    ] == []

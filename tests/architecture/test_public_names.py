@@ -6,7 +6,7 @@ import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jaxslowmo
 from jaxslowmo import checkpoint, data, models
@@ -75,34 +75,6 @@ def test_public_names_are_documented():
     missing = {name: lacks(value) for name, value in PUBLIC.items()}
     assert {name: found for name, found in missing.items() if found} == {}
     assert {name for name, x in PUBLIC.items() if unknown_sections(x.__doc__ or "")} == set()
-
-
-def test_public_docstrings_fit_on_a_screen():
-    documented = {name: x for name, x in PUBLIC.items() if callable(x)}
-    for name, value in [*documented.items()]:
-        if inspect.isclass(value):
-            methods = {key: x for key, x in vars(value).items() if inspect.isfunction(x)}
-            documented |= {f"{name}.{key}": x for key, x in methods.items()}
-    # What does not fit stands below the entries of docs/api.
-    lines = {name: len((inspect.getdoc(x) or "").splitlines()) for name, x in documented.items()}
-    assert {name: count for name, count in lines.items() if count > 40} == {}
-
-
-def test_what_is_missing_is_found():
-    def partly(x, axis_name) -> int:
-        """Do it.
-
-        Args:
-          x: something.
-        """
-        raise ValueError("no")
-
-    class State(NamedTuple):
-        step: int
-
-    assert lacks(lambda x: x) == lacks(State) == ["a docstring"]
-    assert lacks(partly) == ["Returns:", "Raises:", "Communication:", "argument `axis_name`"]
-    assert unknown_sections("Do it.\n\n    Note:\n      But not well.\n") == {"Note"}
 
 
 def spelled(name: str, value: Any) -> str:

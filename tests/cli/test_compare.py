@@ -3,7 +3,6 @@
 import pytest
 
 from cli.commands import QUICK, TINY, json_of, records
-from jaxslowmo.cli._compare import compare_rows, draw_comparison
 from jaxslowmo.cli._config import CompareConfig, read_config
 
 SMALL = TINY.replace("train", "compare") + " --learning-rate 0.2"
@@ -34,7 +33,6 @@ def test_compare_ends_with_the_table_and_the_picture(call, text, tmp_path):
 
     # What lies there is not overwritten, and no run goes on in it, unless it is asked for.
     call(*command).is_refused("holds a comparison: give")
-    call(TINY, QUICK, "--data", text, "--out", out).is_refused("holds a comparison")
     call(TINY, "--data", text, "--out", out, "--resume").is_refused("algorithms")
     (out / "notes.txt").touch()
     (out / "diloco-seed9").mkdir()
@@ -65,24 +63,3 @@ def test_one_algorithm_with_several_settings(call, text, tmp_path):
     settings = json_of(tmp_path / f"{other.replace(':', '-')}-seed0" / "config.json")
     assert (settings["algorithm"], settings["overlap"]) == ("sgp", 1)
     assert (settings["learning_rate"], settings["nesterov"]) == (0.1, True)
-
-
-def test_rows_average_over_the_seeds_that_finished(tmp_path):
-    def run(algorithm, seed, loss, sent, status="finished"):
-        return {
-            "algorithm": algorithm, "seed": seed, "status": status, "validation_loss": loss,
-            "bytes_sent": sent, "tokens_per_second": 10.0,
-        }  # fmt: skip
-
-    runs = [run("a", 0, 2.0, 100), run("a", 1, 3.0, 100), run("b", 0, 2.5, 25)]
-    rows = compare_rows([*runs, run("b", 1, None, 5, "diverged")])
-    assert rows[0] == {
-        "algorithm": "a", "seeds": [0, 1], "validation_loss": 2.5, "spread": 1.0,
-        "bytes_sent": 100.0, "ratio": 1.0, "tokens_per_second": 10.0, "diverged": 0,
-    }  # fmt: skip
-    assert (rows[1]["validation_loss"], rows[1]["spread"]) == (2.5, None)
-    assert (rows[1]["ratio"], rows[1]["diverged"]) == (0.25, 1)
-    assert compare_rows([]) == []
-    # Of runs that all diverged there is a picture, too.
-    draw_comparison({"slowmo": []}, tmp_path / "empty.png", subtitle="")
-    assert (tmp_path / "empty.png").exists()

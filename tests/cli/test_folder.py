@@ -1,15 +1,16 @@
 """The folder of a run: what is left there, what is deleted, and its lock."""
 
 import contextlib
-import datetime
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -32,8 +33,11 @@ def write(folder, files):
 @pytest.mark.parametrize(
     ("files", "words", "can_go_on"),
     [
-        ({"lock": "{}", "notes.txt": ""}, None, True),
-        ({"checkpoints/notes.txt": "", "checkpoints/007/x": "", "checkpoints/²/x": ""}, None, True),
+        (
+            {"checkpoints/notes": "", "checkpoints/007/x": "", "checkpoints/²/x": "", "lock": "{}"},
+            None,
+            True,
+        ),
         (
             {"config.json": CONFIG, "summary.json": '{"status": "finished"}'},
             "a run (finished, last step 0, no checkpoint)",
@@ -50,7 +54,6 @@ def write(folder, files):
             "a run (not finished, last step 0, a checkpoint of step 6)",
             True,
         ),
-        ({"config.json": COMPARED}, "a comparison", False),
         ({"config.json": COMPARED, "compare.json": "{}"}, "a comparison", False),
     ],
 )  # fmt: skip
@@ -84,11 +87,11 @@ def test_a_sweep_deletes_what_is_ours_and_nothing_else(tmp_path):
     RunFolder(tmp_path).check_no_earlier_run(resumes=False)
     assert not (tmp_path / "model").exists()
     # Runs beside those of a run are of their own: somebody has once trained in a folder of runs.
-    others = dict.fromkeys(["sgp-seed0/config.json", "sgp-seed0/checkpoints/5/x"], "text")
-    write(tmp_path, others | {"config.json": CONFIG, "model/weights.npz": "mine"})
+    others = {"sgp-seed0/config.json": "", "sgp-seed0/checkpoints/5/x": "", "model/w.npz": "mine"}
+    write(tmp_path, others | {"config.json": CONFIG})
     RunFolder(tmp_path).delete_run_files()
     assert not (tmp_path / "config.json").exists()
-    assert all((tmp_path / name).exists() for name in (*others, "model/weights.npz"))
+    assert all((tmp_path / name).exists() for name in others)
 
 
 def test_overwrite_deletes_once_all_is_right(call, text, tmp_path, monkeypatch):
@@ -103,7 +106,6 @@ def test_overwrite_deletes_once_all_is_right(call, text, tmp_path, monkeypatch):
     found = "holds a run (finished, last step 3, a checkpoint of step 3)"
     call(train, "--steps 2").is_refused(f"--out {out} {found}")
     # A wrong call deletes nothing.
-    call(train, "--overwrite --sync-every 0").is_refused("--sync-every")
     call(train, "--overwrite --batch 400").is_refused("400")
     assert (out / "metrics.jsonl").read_bytes() == before
     assert sorted(p.name for p in (out / "checkpoints").iterdir()) == ["2", "3"]
@@ -124,15 +126,11 @@ def test_overwrite_deletes_once_all_is_right(call, text, tmp_path, monkeypatch):
     assert not (out / "lock").exists()
 
 
-def test_folders_are_made_and_after_a_wrong_call_a_new_one_is_gone(tmp_path, monkeypatch):
-    class Stopped(datetime.datetime):
-        @classmethod
-        def now(cls, tz=None):
-            return cls(2026, 1, 2, 3, 4, 5, 6, tzinfo=tz)
-
+def test_after_a_wrong_call_a_new_folder_is_gone_and_a_full_disk_is_no_wrong_call(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datetime, "datetime", Stopped)
-    assert str(make_folder(None, "train")) == "runs/train-20260102-030405-000006"
+    assert re.fullmatch(r"runs/train-\d{8}-\d{6}-\d{6}", str(make_folder(None, "train")))
     for before in (False, True):
         folder = tmp_path / "a" / "b"
         if before:
@@ -144,38 +142,10 @@ def test_folders_are_made_and_after_a_wrong_call_a_new_one_is_gone(tmp_path, mon
     def full(**_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tempfile, "TemporaryFile", full)  # a full disk is no wrong call
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(CommandError, match=str(tmp_path)) as raised:
         make_folder(tmp_path, "train")
     assert raised.value.code == 75
-
-
-@pytest.mark.parametrize(
-    ("names", "words"),
-    [
-        ([], "no checkpoint in "),
-        (["5", "40", "300.tmp", "notes"], "the last saved step is 40, in "),
-        (["0"], "the last saved step is 0, in "),
-        (["2147483647", "5"], "the last saved step is 2147483647, in "),
-        (["5", "2147483648", "007", "²", "٣", "-1"], "step is 5, in "),
-    ],
-)
-def test_only_a_number_that_a_step_can_have_is_a_checkpoint(tmp_path, names, words):
-    for name in names:
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    assert words in RunFolder(tmp_path).describe_checkpoint()
-
-
-def test_the_last_recorded_step_is_read_off_damaged_records(tmp_path):
-    assert RunFolder(tmp_path).newest_record_step() is None
-    for text, step in (
-        (b"", None),
-        (b'{"step": 4}\n{"step": 5}\n{"st', 5),
-        (b'{"step": 4}\n\0\0\0\0\n[1]\n\xff\xfe\n{"loss": 3}\n{"step": null}\n', 4),
-        (b'{"step": 1}\n' * 20000 + b'{"step": 2}\n', 2),
-    ):
-        (tmp_path / "metrics.jsonl").write_bytes(text)
-        assert RunFolder(tmp_path).newest_record_step() == step
 
 
 HOLD = """
@@ -186,20 +156,6 @@ with lock_folder(Path(sys.argv[1]), "train"):
     print("held", flush=True)
     time.sleep(600)
 """
-
-
-@contextlib.contextmanager
-def holder(folder):
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout.readline() == "held\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 def takes(folder):
@@ -223,51 +179,44 @@ def test_it_is_held_and_given_back(tmp_path):
 
 def test_a_second_process_is_refused_until_the_first_is_killed(tmp_path):
     """The parent has not even taken note of the death."""
-    with holder(tmp_path) as process:
-        with pytest.raises(
-            CommandError, match=rf"--out {tmp_path} .* {process.pid} on .* since 20"
-        ):
-            takes(tmp_path)
-        os.kill(process.pid, signal.SIGKILL)
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "held\n"
+            told = rf"--out {tmp_path} .* {process.pid} on .* since 20"
+            with pytest.raises(CommandError, match=told):
+                takes(tmp_path)
+        finally:
+            os.kill(process.pid, signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
         assert takes(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_of_many_processes_one_takes_the_lock_of_a_process_that_was_killed(tmp_path):
+def test_of_many_that_come_one_takes_the_lock_of_a_process_that_was_killed(tmp_path):
     (tmp_path / "lock").touch()
     (tmp_path / "lock.json").write_text('{"pid": 1, "host": "gone", "since": "2026", "token": ""}')
-    inside, most, refused, errors = [], [], [], []
-    start = threading.Barrier(8)
+    inside, most, start = [], [], threading.Barrier(8)
 
-    def come():
+    def come(_):
         start.wait()
-        try:
-            with lock_folder(tmp_path, "train"):
-                inside.append(1)
-                most.append(len(inside))
-                inside.pop()
-        except CommandError as error:
-            refused.append(error)
-        except BaseException as error:
-            errors.append(error)
+        with contextlib.suppress(CommandError), lock_folder(tmp_path, "train"):
+            inside.append(1)
+            most.append(len(inside))
+            inside.pop()
 
-    threads = [threading.Thread(target=come) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(come, range(8))] == [None] * 8
     assert set(most) == {1}
-    assert len(most) + len(refused) == 8
 
 
 def test_the_lock_of_another_run_in_a_folder_that_was_deleted_stays(tmp_path):
     folder = tmp_path / "out"
-    with lock_folder(folder, "train"):
+    with contextlib.ExitStack() as first:
+        first.enter_context(lock_folder(folder, "train"))
         for name in ("lock", "lock.json"):
             (folder / name).unlink()
         folder.rmdir()
-        with holder(folder):
-            pass  # it is killed, which leaves its files
-    assert sorted(path.name for path in folder.iterdir()) == ["lock", "lock.json"]
+        with lock_folder(folder, "train"):
+            first.close()
+            assert sorted(path.name for path in folder.iterdir()) == ["lock", "lock.json"]

@@ -1,7 +1,6 @@
 """`train --islands`: several runs of one model that exchange through a folder."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -67,12 +66,6 @@ def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
     assert json_of(tmp_path / "whole" / "summary.json")["round"] == 3
     assert found[-1]["validation_loss"] < found[0]["validation_loss"]
 
-    assert trained("second", "new", "--steps 12", {"deadline_seconds": 0}).code == 0
-    outcome = trained("second", "parts", "--steps 16 --resume", {"deadline_seconds": 0})
-    assert outcome.code == 0
-    # Its lines, as they are.
-    assert outcome.err.startswith("island a: an earlier process has contributed since round 3")
-    trained("second", "other", "--steps 8 --slow-every 8").is_refused("sync_every", "run.json")
     refused = trained("second", "other", "--steps 8 --slow-momentum 0.3")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
     assert "outer_optimizer" in refused.err
@@ -80,17 +73,16 @@ def test_an_island_resumes_to_the_bit_and_only_as_itself(call, text, tmp_path):
 
 
 @pytest.mark.usefixtures("quick_processes")
-@pytest.mark.parametrize("delay", ["", "--delay 2"])
 def test_two_islands_end_with_one_model_though_one_was_stopped_while_it_waited(
-    call, text, tmp_path, delay
+    call, text, tmp_path
 ):
     run = tmp_path / "run"
 
     def start(name, *more):
         options = (
-            f"{ISLAND} --algorithm diloco --steps 12 --quorum 2 --execution virtual --export "
-            f"{delay} "
-            f"--islands {run} --island {name} --data {text} --out {tmp_path / name}"
+            f"{ISLAND} --algorithm diloco --steps 12 --quorum 2 "
+            f"--execution virtual --export --data {text} --out {tmp_path / name} "
+            f"--islands {run} --island {name}"
         )
         return subprocess.Popen(
             [sys.executable, "-m", "jaxslowmo", *words(options, QUICK), *more],
@@ -105,8 +97,7 @@ def test_two_islands_end_with_one_model_though_one_was_stopped_while_it_waited(
     first.send_signal(signal.SIGTERM)
     shown, errors = first.communicate(timeout=PATIENCE_SECONDS)
     assert first.returncode == 0, errors
-    # With a delay it trains until the exchange is due.
-    assert re.search(r"Saved at step [234]\b" if delay else "Saved at step 4", shown)
+    assert "Saved at step 4" in shown
 
     islands = [start("a", "--resume"), start("b")]
     try:

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,8 +15,7 @@ from jaxslowmo.cli._config import TrainConfig, read_config
 
 ROOT = Path(__file__).parents[2]
 DOCS, JOBS = ROOT / "docs", ROOT / "examples" / "jobs"
-SCRIPTS = sorted(JOBS.glob("*.sh"))
-MANIFESTS = sorted(JOBS.glob("*.yaml"))
+FILES = [*sorted(JOBS.glob("*.sh")), *sorted(JOBS.glob("*.yaml"))]
 
 
 def as_called(script: str) -> TrainConfig:
@@ -27,54 +25,30 @@ def as_called(script: str) -> TrainConfig:
     # What the caller adds, and what the shell does with it.
     call = re.split(r'"\$@"|\$\*"| & *$', call)[0]
     words = shlex.split(re.sub(r"\$\(\(.*?\)\)|\$\w+", "4", call))
-    config = read_config(TrainConfig, "jaxslowmo train", words)
-    assert config.run.out is not None
-    assert config.checkpoint.resume
-    assert config.checkpoint.checkpoint_every
-    return config
-
-
-def job_sets(file: Path) -> list[dict[str, Any]]:
-    found = [part for part in yaml.safe_load_all(file.read_text()) if part["kind"] == "JobSet"]
-    return [part["spec"] for part in found]
-
-
-def syntax_error(script: str) -> str:
-    return subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True).stderr
+    return read_config(TrainConfig, "jaxslowmo train", words)
 
 
 def test_the_pages_tell_of_every_job():
-    names = {file.name for file in (*SCRIPTS, *MANIFESTS)}
+    names = {file.name for file in FILES}
     assert len(names) >= 5
     page, overview = ((DOCS / name).read_text() for name in ("programs/jobs.md", "cluster.md"))
     assert set(re.findall(r'^--8<-- "examples/jobs/(.+)"$', page, re.MULTILINE)) == names
     assert set(re.findall(r"^\| `([\w.]+\.(?:sh|yaml))` \|", overview, re.MULTILINE)) == names
 
 
-@pytest.mark.parametrize("file", SCRIPTS, ids=lambda file: file.name)
-def test_scripts(file):
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_job_calls_train_as_it_can_be_called(file):
     script = file.read_text()
-    assert not syntax_error(script)
-    assert syntax_error(script + "\nif")
-    assert as_called(script).mesh.num_replicas == 4
-    with pytest.raises(Exception, match="--no-such-option"):
-        as_called("python -m jaxslowmo train --out x --no-such-option 3")
-
-
-@pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
-def test_job_sets(file):
-    (spec,) = job_sets(file)
-    (job,) = spec["replicatedJobs"]
-    pods = job["template"]["spec"]
-    assert pods["parallelism"] == pods["completions"]
-    (container,) = pods["template"]["spec"]["containers"]
-    (script,) = container["args"]
-    assert not syntax_error(script)
+    if file.suffix == ".yaml":
+        (job,) = [x["spec"] for x in yaml.safe_load_all(script) if x["kind"] == "JobSet"]
+        pods = job["replicatedJobs"][0]["template"]["spec"]
+        assert pods["parallelism"] == pods["completions"]
+        assert pods["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
+        ((script,),) = [x["args"] for x in pods["template"]["spec"]["containers"]]
+    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True)
+    assert not done.stderr
     config = as_called(script)
-    # A replica per slice, or per process where there are none, on all chips.
-    limits = container["resources"].get("limits", {})
-    devices = job["replicas"] * pods["parallelism"] * limits.get("google.com/tpu", 1)
-    replicas, each = config.mesh.num_replicas, config.mesh.devices_per_replica
-    assert replicas == job["replicas"] * (1 if limits else pods["parallelism"])
-    assert replicas * each == devices
-    assert pods["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [1, 2]
+    assert config.run.out is not None
+    assert config.checkpoint.resume
+    assert config.checkpoint.checkpoint_every
+    assert config.mesh.num_replicas > 1

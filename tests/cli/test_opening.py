@@ -49,7 +49,7 @@ for i, case in enumerate(json.loads((root / "cases.json").read_text())):
             print("go", config.run.steps, config.schedule_length, config.checkpoint.resume)
             meet(f"through{i}")
     except Exception as error:
-        print(code_of(error), describe(error).replace(str(root / str(i)), "ROOT"))
+        print(code_of(error), describe(error))
     meet(f"done{i}")
 """
 
@@ -74,8 +74,6 @@ CASES: dict[str, tuple[list[dict], list[tuple[str, ...]]]] = {
           "--algorithm is sgp, not slowmo")] * 2,
     ),
     "files": ([{}, {"text": "other"}], [("2 ", "--data: process 1")] * 2),
-    "the same files elsewhere": ([{}, {"text": "copy"}], [(GO,)] * 2),
-    "folder": ([{}, {"out": "another"}], [("2 ", "--out ROOT/another of process 1")] * 2),
     "version": (
         [{}, {"version": "0.0.1"}], [("2 ", "process 1", "0.0.1", version("jax"))] * 2
     ),
@@ -91,7 +89,7 @@ CASES: dict[str, tuple[list[dict], list[tuple[str, ...]]]] = {
 
 
 def test_two_processes(tmp_path, call):
-    for name, changes in {"text": {}, "copy": {}, "other": {"b.txt": "B", "c.txt": None}}.items():
+    for name, changes in {"text": {}, "other": {"b.txt": "B", "c.txt": None}}.items():
         files = {f"{letter}.txt": 2000 * letter for letter in "abc"} | changes
         (tmp_path / name).mkdir()
         for file, content in files.items():
@@ -112,7 +110,7 @@ def test_a_run_is_told_of_one_that_is_going_on(tmp_path, call, text):
     config = replace_options(TrainConfig(), {"out": str(out)})
     with open_run(config, read_corpus(text).fingerprint, ALONE) as (folder, _):
         assert folder.path == out
-        for command in ("train", "train --resume", "train --overwrite", "compare"):
+        for command in ("train --resume", "train --overwrite", "compare"):
             told = call(command, "--data", text, "--out", out)
             told.is_refused(f"--out {out}", os.getpid())
     assert [*out.iterdir()] == []

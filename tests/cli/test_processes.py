@@ -20,14 +20,11 @@ GIVEN = {"coordinator": "h:1", "num_processes": 3, "process_id": 0}
     [
         ({}, {}, False, None),
         ({}, SLURM, True, 4),
-        ({}, SLURM | {"SLURM_NTASKS": "1"}, False, None),
         ({}, {"SLURM_NTASKS": "4"}, False, None),  # in sbatch, before srun
         ({}, OMPI, True, 2),
         ({}, K8S, True, None),
         ({}, TPU, True, None),
-        ({}, {"TPU_WORKER_HOSTNAMES": "localhost"}, False, None),
         ({"cluster": "none"}, SLURM, False, 4),
-        ({"cluster": "gcetpu"}, {}, True, None),
         (GIVEN, SLURM, True, 3),
         (GIVEN | {"num_processes": 1}, {}, False, 1),
     ],
@@ -43,29 +40,21 @@ ELSEWHERE = "203.0.113.7"
 
 
 def bound(place, *, process_id=0, bind=None):
-    return bind_address(
-        ClusterConfig(
-            coordinator=place, num_processes=2, process_id=process_id, coordinator_bind=bind
-        )
-    )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    given = {"num_processes": 2, "process_id": process_id, "coordinator_bind": bind}
+    return bind_address(ClusterConfig(coordinator=place, **given))
 
 
 @pytest.fixture
-def port():
-    return free_port()
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @pytest.fixture(autouse=True)
 def names(monkeypatch):
     """What the host's files and its name server would say."""
     known = {"both.test": [ELSEWHERE, "127.0.0.1"], "debian.test": ["127.0.1.1"]}
-    known["two.test"] = ["127.0.1.1", "0.0.0.0"]
     real = socket.getaddrinfo
 
     def look_up(host, port, **options):
@@ -83,10 +72,7 @@ def names(monkeypatch):
     [
         ("127.0.0.1", None, "127.0.0.1"),
         ("localhost", "127.0.0.1", "127.0.0.1"),
-        (ELSEWHERE, "0.0.0.0", "0.0.0.0"),
-        ("both.test", "127.0.0.1", "127.0.0.1"),
         ("both.test", None, "127.0.0.1"),  # one of several is of this host
-        ("two.test", None, "0.0.0.0"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:both.test is 127")
@@ -107,11 +93,8 @@ def test_a_name_of_this_machine_alone_is_a_warning(port):
     ("place", "process_id"),
     [
         ("no-such-host.test:1234", 0),
-        ("a..b:1234", 1),
         (f"{ELSEWHERE}:1234", 0),
         ("node0", 1),
-        (":1234", 1),
-        ("node0:x", 1),
         ("node0:65536", 1),
     ],
 )

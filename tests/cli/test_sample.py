@@ -17,8 +17,7 @@ from jaxslowmo.cli._config import SampleConfig
 from jaxslowmo.cli._sample import _printable, find_model, generate
 from jaxslowmo.models import GPT_PRESETS, GPTConfig, gpt_logits_fn, init_gpt
 
-# A run that most tests read: all on one worker.
-pytestmark = pytest.mark.xdist_group("sample")
+pytestmark = pytest.mark.xdist_group("sample")  # most tests read one run
 
 
 @pytest.fixture(scope="module")
@@ -61,14 +60,6 @@ def test_the_model_of_a_checkpoint_is_what_was_exported(gossip, copied):
         jax.tree.map(np.testing.assert_array_equal, found, exported)
 
 
-def test_an_export_that_does_not_say_what_it_is(call, copied):
-    record = copied / "model" / "jaxslowmo.json"
-    value = json_of(record)
-    assert value["extra"]["model"]["num_layers"] == 1
-    record.write_text(json.dumps(value | {"extra": {}}))
-    call("sample", copied / "model").is_refused(copied / "model", "--export")
-
-
 def test_the_command_is_deterministic_and_says_the_prompt(call, gossip):
     ask = f"sample {gossip} --prompt 'File 3 says' --tokens 40"
     first = call(ask)
@@ -80,34 +71,13 @@ def test_the_command_is_deterministic_and_says_the_prompt(call, gossip):
     call("sample", gossip, "--step 4").is_refused("step 4", "3, 5")
 
 
-@pytest.mark.parametrize(
-    ("names", "options", "part"),
-    [
-        ("", "", "RUN"),
-        ("metrics.jsonl", "", "--checkpoint-every"),
-        ("checkpoints/", "--step 3", "no complete checkpoint"),
-        ("checkpoints/4/", "", "checkpoints/4"),
-        ("jaxslowmo.json model.safetensors", "", "export_consensus"),
-    ],
-)
-def test_what_holds_no_model(call, tmp_path, names, options, part):
-    for name in names.split():
-        path = tmp_path / "run" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir() if name.endswith("/") else path.touch()
-    call("sample", tmp_path / "run", options).is_refused(part, tmp_path / "run")
-
-
 def test_damage_names_the_option_that_takes_the_checkpoint_before(call, copied):
     shutil.rmtree(copied / "checkpoints" / "5" / "state")
     outcome = call("sample", copied)
     outcome.is_refused("--step 3 takes the one before.\n")
-    assert "fallback" not in outcome.err
-    record = copied / "checkpoints" / "3" / "record" / "metadata"
-    value = json_of(record)
-    value.pop("crc32", None)
-    record.write_text(json.dumps(value | {"extra": {}}))  # as one of another program
-    call("sample", copied, "--step 3").is_refused("checkpoint")
+    record = copied / "model" / "jaxslowmo.json"
+    record.write_text(json.dumps(json_of(record) | {"extra": {}}))  # as one of another program
+    call("sample", copied / "model").is_refused(copied / "model", "--export")
 
 
 MODEL = GPTConfig(num_layers=1, num_heads=2, embed_dim=16, context_length=8)
@@ -128,7 +98,7 @@ def ranked(params):
     )
 
 
-@pytest.mark.parametrize("prompt", ["a", "hello wo", "a prompt that is longer", "äö"])
+@pytest.mark.parametrize("prompt", ["a", "a prompt that is longer", "äö"])
 def test_the_likeliest_bytes_of_a_window_that_slides(params, ranked, prompt):
     text = [*prompt.encode()]
     for _ in range(12):

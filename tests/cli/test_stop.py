@@ -67,50 +67,33 @@ def test_sigterm_stops_both_at_one_step_of_a_resumed_run_and_both_part(tmp_path)
     assert first.endswith("\nparted\n")
 
 
-def chained(outer: Exception, cause: Exception) -> Exception:
-    outer.__cause__ = cause
-    return outer
-
-
 def test_errors_that_a_lost_process_can_have_caused():
     gone = jax.errors.JaxRuntimeError("INTERNAL: Barrier failed because: task is set to ERROR")
     full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     gloo = ValueError("UNKNOWN: Gloo AllGather failed: Connection closed by peer")
-    written = "the checkpoint could not be written"
-    for error, is_lost in (
-        (gone, True),
-        (gloo, True),
-        (chained(RuntimeError(written), gone), True),
-        (full, False),
-        (chained(RuntimeError(written), OSError("full")), False),
-        (ValueError("--replicas must be >= 1"), False),
-    ):
-        assert is_peer_failure(error) is is_lost
+    saved = RuntimeError("the checkpoint could not be written")
+    saved.__cause__ = gone
+    found = [
+        is_peer_failure(error) for error in (gone, gloo, saved, full, ValueError("--replicas"))
+    ]
+    assert found == [True, True, True, False, False]
 
 
 FAILS = """
 import time
-from jaxslowmo.cli._errors import CommandError
 from jaxslowmo.cli._watch import Watch, propagate_failures
 
 with propagate_failures(Watch(rank, 2, 0, lambda: "")):
-    if rank == {rank}:
-        raise {error}
+    if rank == 0:
+        raise OSError(28, 'No space left', 'b')
     time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize(
-    ("rank", "error", "code", "line"),
-    [
-        (1, "KeyError('missing')", 1, "KeyError: 'missing'"),
-        (0, "OSError(28, 'No space left', 'b')", 75, "No space left on device ([Errno 28] No"),
-    ],
-)
-def test_one_that_fails_ends_both_with_its_code(tmp_path, rank, error, code, line):
+def test_one_that_fails_ends_both_with_its_code(tmp_path):
     """jax's own end would wait for the other, for 300 s."""
-    program = FAILS.format(rank=rank, error=error)
-    said = two_processes(program, tmp_path, seconds=200, code=code)
-    assert said[1 - rank].startswith(f"error: process {rank} has ended: {line}")
-    assert len(said[1 - rank].splitlines()) == 1
-    assert said[rank].startswith("Traceback" if code == 1 else f"error: {line}")
+    first, second = two_processes(FAILS, tmp_path, seconds=200, code=75)
+    line = "No space left on device ([Errno 28] No"
+    assert second.startswith(f"error: process 0 has ended: {line}")
+    assert len(second.splitlines()) == 1
+    assert first.startswith(f"error: {line}")

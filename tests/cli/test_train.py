@@ -1,26 +1,18 @@
 """`jaxslowmo train` from its options to its files: metrics, bytes, statistics, and how it ends."""
 
-import os
-import re
-import signal
-import subprocess
-import sys
-
 import jax
 import numpy as np
 import pytest
 
 import jaxslowmo as js
-from cli.commands import QUICK, TINY, curves, json_of, records, trajectory, words
+from cli.commands import QUICK, TINY, curves, json_of, records, trajectory
 from jaxslowmo.checkpoint import load_consensus
-from jaxslowmo.cli import _run
 from jaxslowmo.cli._record import format_bytes
-from support.waiting import PATIENCE_SECONDS, wait_until
 
 
 @pytest.mark.parametrize(
     ("algorithm", "periods"),
-    [("all_reduce", ""), ("local_sgd", "--sync-every 2"), ("slowmo_sgp", "--slow-every 4")],
+    [("local_sgd", "--sync-every 2"), ("slowmo_sgp", "--slow-every 4")],
 )
 def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm, periods):
     out = tmp_path / "out"
@@ -36,7 +28,6 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
         "checkpoints", "config.json", "loss.png", "metrics.jsonl", "summary.json", "tensorboard",
     }  # fmt: skip
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["9"]
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
 
     found = records(out)
     assert [record["step"] for record in found] == [0, 1, 2, 4, 6, 8, 9]
@@ -61,10 +52,7 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
     size = 4 * summary["parameters"]
     once = size * 2 * 3 // 4  # a ring all-reduce of float32 over 4 replicas
     by_kind = summary["bytes_per_step_by_kind"]
-    if algorithm == "all_reduce":
-        assert by_kind == {"every": once}
-        sent = [step * once for step in range(10)]
-    elif algorithm == "local_sgd":
+    if algorithm == "local_sgd":
         assert by_kind == {"local": 0, "average": once}
         sent = [step // 2 * once for step in range(10)]
     else:
@@ -74,13 +62,9 @@ def test_a_run_leaves_metrics_config_and_summary(call, text, tmp_path, algorithm
     assert [r["bytes_sent"] for r in found] == [sent[r["step"]] for r in found]
     assert summary["bytes_sent"] == sent[9]
 
-    config = json_of(out / "config.json")
-    assert config["algorithm"] == algorithm
-    assert (config["steps"], config["learning_rate"]) == (9, 0.2)
 
-
-def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp_path, monkeypatch):
-    out, masses, evaluated = tmp_path / "out", [], []
+def test_gossip_is_exported_with_what_is_in_flight(call, text, tmp_path, monkeypatch):
+    masses = []
 
     class Watched(js.train.Evaluate):
         def __call__(self, result):
@@ -89,27 +73,21 @@ def test_gossip_is_evaluated_and_exported_with_what_is_in_flight(call, text, tmp
             masses.append(jax.tree.map(lambda x: np.asarray(x, np.float64), terms))
             return super().__call__(result)
 
-    def evaluate(job, params, model_state=None):
-        evaluated.append(jax.tree.leaves(jax.tree.map(np.asarray, params)))
-        return {"validation_loss": 0.0}
-
     monkeypatch.setattr(js.train, "Evaluate", Watched)
-    monkeypatch.setattr(_run.Job, "evaluate", evaluate)
     outcome = call(
-        TINY, QUICK, "--algorithm sgp --overlap 2 --data", text, "--out", out, "--steps 3",
+        TINY, QUICK, "--algorithm sgp --overlap 2 --data", text, "--out", tmp_path, "--steps 3",
         "--replicas 2 --learning-rate 0.5 --checkpoint-every 3 --export",
     )  # fmt: skip
     assert (outcome.code, outcome.err) == (0, "")
-    terms = masses[-1]
-    total = sum(w.sum() for w, _ in terms)
-    model = list(load_consensus(out / "model").values())
-    by_leaf = zip(*(jax.tree.leaves(x) for _, x in terms), strict=True)
-    for evaluated_leaf, exported, parts in zip(evaluated[-1], model, by_leaf, strict=True):
-        exact = sum(np.tensordot(w, x, 1) for (w, _), x in zip(terms, parts, strict=True)) / total
-        np.testing.assert_allclose(evaluated_leaf, exact, rtol=1e-5, atol=1e-7)
-        assert np.array_equal(exported, evaluated_leaf)
-    plain = jax.tree.map(lambda x: x.mean(0), jax.tree.leaves(terms[0][1]))
-    assert max(np.abs(a - b).max() for a, b in zip(plain, model, strict=True)) > 1e-3
+    weights, trees = zip(*masses[-1], strict=True)
+    total = sum(w.sum() for w in weights)
+    exported = load_consensus(tmp_path / "model").values()
+    apart = []
+    for leaf, *parts in zip(exported, *map(jax.tree.leaves, trees), strict=True):
+        exact = sum(np.tensordot(w, x, 1) for w, x in zip(weights, parts, strict=True)) / total
+        np.testing.assert_allclose(leaf, exact, rtol=1e-5, atol=1e-7)
+        apart.append(np.abs(parts[0].mean(0) - leaf).max())
+    assert max(apart) > 1e-3
 
 
 def test_virtual_replicas_learn_the_same_and_statistics_measure_every_kind(call, text, tmp_path):
@@ -123,9 +101,7 @@ def test_virtual_replicas_learn_the_same_and_statistics_measure_every_kind(call,
         assert outcome.code == 0
         assert ("would send" in outcome.out) == (execution == "virtual")
         summaries.append(json_of(out / "summary.json"))
-        if more:
-            assert "12 steps, 11 measured; 4 cpu devices" in outcome.out
-            assert "backward compute" in outcome.out
+        assert ("12 steps, 11 measured; 4 cpu devices" in outcome.out) == bool(more)
     devices, virtual = summaries
     assert virtual["bytes_are_hypothetical"] > devices["bytes_are_hypothetical"]
     assert virtual["bytes_sent"] == devices["bytes_sent"] > 0
@@ -135,21 +111,6 @@ def test_virtual_replicas_learn_the_same_and_statistics_measure_every_kind(call,
     assert sum(measured.values()) == 11
     assert record["average"]["backward_compute_time"] > 0
     assert set(record["average"]["communication"]) == {"average"}
-
-
-@pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm in half precision
-def test_two_levels_accumulate_in_host_mode(call, text, tmp_path):
-    outcome = call(
-        TINY, QUICK, "--replicas 2 --mesh device=2 --batch 4 --accumulate 2 --mode host --data",
-        text, "--dtype bfloat16 --algorithm diloco --slow-every 2 --steps 5",
-        {"shard_state": False, "rate_schedule": "constant"}, "--warmup 0 --log-every 2",
-        "--learning-rate 0.02 --out", tmp_path / "out",
-    )  # fmt: skip
-    assert (outcome.code, outcome.err) == (0, "")
-    assert "2 replicas of 2 devices on 4 of 8 CPU devices" in outcome.out
-    found = [r["learning_rate"] for r in records(tmp_path / "out") if "learning_rate" in r]
-    assert found == pytest.approx([0.02] * len(found))
-    assert found
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(call, text, tmp_path):
@@ -165,27 +126,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(call, text, tmp_path):
     assert summary["status"] == "diverged"
     assert summary["steps"] == len(records(out)) - 1 < 50
     assert records(out)[-1]["loss"] is None
-
-
-@pytest.mark.usefixtures("standard_promotion")  # flax's LayerNorm in half precision
-def test_a_run_in_float16_tells_its_scale(call, text, tmp_path):
-    out = tmp_path / "out"
-    outcome = call(
-        TINY, QUICK, {"loss_scale": 2**24}, "--dtype float16 --replicas 2 --execution virtual",
-        "--data", text, "--algorithm local_sgd --log-every 1 --steps 6 --out", out,
-    )  # fmt: skip
-    assert (outcome.code, outcome.err) == (0, "")
-    assert "updates skipped" in outcome.out
-    scales, skipped = zip(
-        *((r["loss_scale"], r["skipped_updates"]) for r in records(out)[1:]), strict=True
-    )
-    # Both replicas halve their own, once for each update that they skip.
-    assert (len(scales), scales[0]) == (6, 2**24)
-    assert [*scales] == sorted(scales, reverse=True)
-    assert [*skipped] == sorted(skipped)
-    summary = json_of(out / "summary.json")
-    assert (summary["loss_scale"], summary["skipped_updates"]) == (scales[-1], skipped[-1])
-    assert summary["skipped_updates"] > 0
 
 
 def test_patience_ends_a_run_that_does_not_improve(call, text, tmp_path):
@@ -208,36 +148,10 @@ def test_patience_ends_a_run_that_does_not_improve(call, text, tmp_path):
         assert (summary["best_step"], summary["best_validation_loss"]) == (0, start)
 
 
-@pytest.mark.usefixtures("quick_processes")
-def test_ctrl_c_ends_cleanly_with_metrics_written(text, tmp_path):
-    out = tmp_path / "out"
-    metrics = out / "metrics.jsonl"
-    options = "--steps 1000000 --log-every 1 --algorithm local_sgd --replicas 2 --data"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jaxslowmo", *words(TINY, QUICK, options, text, "--out", out)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"COLUMNS": "100"},
-    )
-    wait_until(
-        lambda: process.poll() or (metrics.exists() and metrics.read_text().count("step") > 3)
-    )
-    process.send_signal(signal.SIGINT)
-    shown, errors = process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
-    assert "local_sgd: interrupted" in shown
-    summary = json_of(out / "summary.json")
-    assert summary["status"] == "interrupted"
-    assert summary["steps"] == records(out)[-1]["step"] > 0
-
-
 @pytest.mark.parametrize(
     ("algorithm", "periods"),
     [
-        ("local_sgd", "--sync-every 2"), ("sgp", ""),
-        ("slowmo", "--sync-every 2 --slow-every 4"), ("diloco", "--slow-every 4"),
+        ("all_reduce", ""), ("sgp", ""), ("slowmo", "--sync-every 2 --slow-every 4"),
     ],
 )  # fmt: skip
 def test_a_dry_run_says_what_a_run_then_sends(call, text, tmp_path, algorithm, periods):
@@ -253,23 +167,6 @@ def test_a_dry_run_says_what_a_run_then_sends(call, text, tmp_path, algorithm, p
     lines = told.out.splitlines()
     sent = lines[lines.index("Each replica sends in a step, as progress lines count it:") + 1 :]
     assert sent == [f"  {kind}: {format_bytes(n)}" for kind, n in kinds.items()]
-    # The table's column "sent" is the third number of a line; a replica is one device here.
-    for kind, n in kinds.items():
-        rows = [
-            re.findall(r" [\d,]+(?= |$)", x)
-            for x in lines
-            if re.match(re.escape(kind) + " +replica ", x)
-        ]
-        assert sum(int(row[2].replace(",", "")) for row in rows) == n
     assert f"4/4  loss {summary['loss']:.3f}" in done.out
     assert f"sent {format_bytes(summary['bytes_sent'])}\n" in done.out
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_dry_run_of_stages_tells_of_the_pipeline(call):
-    told = call("train --preset tiny --mesh replica=2,stage=3 --batch 6 --dry-run")
-    assert (told.code, told.err) == (0, "")
-    rows = dict(row for row in told.rows if len(row) == 2)
-    assert rows["microbatches"] == "6"
-    assert rows["layers of each stage"] == "0 to 0; 1 to 1; 2 to 2"
-    assert {"schedule", "bubble, equal costs", "parameters on a device"} <= rows.keys()

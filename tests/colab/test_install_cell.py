@@ -20,8 +20,8 @@ def cell(notebook: str) -> str:
     return "".join(json.loads(path.read_text("utf-8"))["cells"][2]["source"])
 
 
-@pytest.fixture(params=NOTEBOOKS)
-def install(request, monkeypatch, tmp_path):
+@pytest.fixture
+def install(monkeypatch, tmp_path):
     """Runs the cell in an empty folder where jaxslowmo is not installed: what it gives to pip."""
     asked: list[list[str]] = []
 
@@ -38,12 +38,12 @@ def install(request, monkeypatch, tmp_path):
     monkeypatch.setattr(importlib.metadata, "version", version)
 
     def execute(**lines: str) -> str | None:
-        code = cell(request.param).replace('"/content', f'"{tmp_path}/content')
+        code = cell("islands").replace('"/content', f'"{tmp_path}/content')
         for name, value in lines.items():
             code, times = re.subn(rf'^{name} = "[^"]*"', f'{name} = "{value}"', code, flags=re.M)
             assert times == 1
         asked.clear()
-        exec(compile(code, request.param, "exec"), {"__name__": "__main__"})
+        exec(compile(code, "cell", "exec"), {"__name__": "__main__"})
         marks = (str(tmp_path), "://", "/somewhere")
         ours = [p for call in asked for p in call if any(mark in p for mark in marks)]
         assert len(ours) <= 1
@@ -58,19 +58,9 @@ def install(request, monkeypatch, tmp_path):
         ([f"content/{WHEEL}"], {}, f"/content/{WHEEL}"),  # uploaded
         ([f"here/{WHEEL}"], {}, f"/here/{WHEEL}"),  # beside the notebook
         (["content/jaxslowmo/pyproject.toml"], {}, "/content/jaxslowmo"),
-        (
-            ["content/drive/MyDrive/jaxslowmo/pyproject.toml"],
-            {},
-            "/content/drive/MyDrive/jaxslowmo",  # mounted
-        ),
         # The checkout that it lies in, which comes first.
         (["pyproject.toml", "jaxslowmo/__init__.py", f"content/{WHEEL}"], {}, ""),
         ([], {"REPOSITORY": ADDRESS}, f"jaxslowmo @ git+{ADDRESS}"),
-        (
-            [],
-            {"SOURCE": "git+https://h/other", "REPOSITORY": ADDRESS},
-            "jaxslowmo @ git+https://h/other",
-        ),
         ([], {"SOURCE": "/somewhere/here.whl", "REPOSITORY": ADDRESS}, "/somewhere/here.whl"),
         # A name that is set is a file or folder, and never a package of an index.
         ([], {"SOURCE": "jaxslowmo", "REPOSITORY": ADDRESS}, "/here/jaxslowmo"),
@@ -83,17 +73,22 @@ def test_what_it_takes(install, tmp_path, files, lines, taken):
     assert install(**lines) == taken
 
 
-def test_it_says_in_one_line_what_to_do_where_there_is_nothing(install):
+def test_where_there_is_nothing_it_says_what_to_do_and_nothing_where_the_package_is_installed(
+    install, monkeypatch
+):
     with pytest.raises(Exception, match="upload a wheel of jaxslowmo") as error:
         install(REPOSITORY="")
-    assert type(error.value).__name__ == "Missing"
     (line,) = error.value._render_traceback_()
     assert "\n" not in line
     assert "fill in SOURCE" in line
-
-
-def test_it_does_nothing_where_the_package_is_installed(install, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.0")
     assert install() is None
+
+
+def test_all_look_in_the_same_places_and_are_committed_without_outputs():
     heads = {cell(notebook).partition("    SOURCE = SOURCE or")[0] for notebook in NOTEBOOKS}
-    assert len(heads) == 1  # both look in the same places
+    assert len(heads) == 1
+    for path in (ROOT / "colab").glob("*.ipynb"):
+        cells = json.loads(path.read_text("utf-8"))["cells"]
+        code = [cell for cell in cells if cell["cell_type"] == "code"]
+        assert not any(cell["outputs"] or cell["execution_count"] for cell in code)

@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 from support.replay import header, objects
 
 NOTEBOOK = Path(__file__).parents[2] / "colab" / "islands.ipynb"
-STEPS, SYNC_EVERY, DELAY = 72, 24, 8
+STEPS, SYNC_EVERY, DELAY = 48, 24, 8
 AT_THE_END = """
 import json
 print(json.dumps({
@@ -21,12 +21,6 @@ print(json.dumps({
     "digest": island._rounds.anchor.digest, "seen": [x.name for x in status.islands],
 }))
 """
-
-
-def test_it_is_committed_without_outputs():
-    notebook = json.loads(NOTEBOOK.read_text())
-    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)
 
 
 @pytest.mark.usefixtures("quick_processes", "standard_promotion")

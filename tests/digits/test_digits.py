@@ -25,7 +25,7 @@ def test_shares_are_disjoint_and_nothing_is_lost():
 
 @pytest.mark.usefixtures("quick_processes")
 def test_the_script_trains_slowmo_and_prints_its_accuracy():
-    command = [sys.executable, str(SCRIPT), "--algorithm", "slowmo"]
+    command = [sys.executable, str(SCRIPT), "--algorithm", "slowmo", "--steps", "100"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert run.returncode == 0, run.stderr
     name, percent = run.stdout.split("%")[0].split(": ")

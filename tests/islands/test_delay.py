@@ -1,34 +1,21 @@
 """Exchanges beside training: where they end, and what becomes of those that do not land."""
 
 import functools
-import threading
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 import pytest
 
 import jaxslowmo as js
-from islands.test_island import PERIOD, train, whole
+from islands.test_island import of_one_job, train, whole
 from islands.test_joining import Trained, Unanswered
 from islands.together import batch, loss, params, run_together
 from jaxslowmo.islands import IslandsError
 from support.replay import objects, replay
 
 
-def of_one_job(replicas: int, periods: int, **options: Any) -> list[np.ndarray]:
-    """Return the parameters after a run of one job with a delay."""
-    sync = js.diloco("replica", sync_every=PERIOD, **options)
-    mesh = js.virtual_mesh({"replica": replicas})
-    step = js.make_train_step(loss, optax.sgd(0.05), mesh=mesh, sync=sync)
-    state = step.init(params())
-    for t in range(1, periods * PERIOD + 1):
-        state, _ = step(state, batch(t, slice(0, replicas)))
-    return whole(state.params)
-
-
-@pytest.mark.parametrize(("delay", "merge"), [(1, 0.0), (2, 0.5), (3, 0.3)])
+@pytest.mark.parametrize(("delay", "merge"), [(1, 0.0), (3, 0.3)])
 def test_islands_with_a_delay_end_where_one_job_with_it_ends(delay, merge, tmp_path):
     options = {"delay": delay, "merge": merge}
     runs = [
@@ -37,8 +24,8 @@ def test_islands_with_a_delay_end_where_one_job_with_it_ends(delay, merge, tmp_p
         )
         for i in range(2)
     ]
-    job = of_one_job(4, 8, **options)
-    blocking = of_one_job(4, 8)
+    job = of_one_job(js.diloco, 4, 8, **options)
+    blocking = of_one_job(js.diloco, 4, 8)
     for i, (_, state, _) in enumerate(run_together(runs)):
         for one, expected, other in zip(whole(state.params), job, blocking, strict=True):
             part = slice(2 * i, 2 * i + 2)
@@ -73,22 +60,6 @@ def rounds_of(url: Any) -> dict[str, Any]:
     return found
 
 
-def test_a_late_island_carries_all_updates_also_those_beside_the_exchange(tmp_path):
-    early, late = delayed(tmp_path, "a", 0.1), delayed(tmp_path, "b", 0.1)
-    for island in (early, late):  # the late one takes what it sends when the round is over
-        island.train()
-        island.exchange()
-        island.train()
-        if island is early:
-            island.exchange()
-    before = float(late.state.params["w"][0, 0])
-    late.exchange()
-    assert rounds_of(tmp_path)["islands"] == [["a"]]
-    anchor = float(early.state.params["w"][0, 0])
-    np.testing.assert_allclose(late.state.params["w"], [[anchor + before]], rtol=1e-6)
-    assert before == -2.0
-
-
 def test_what_a_store_did_not_answer_beside_training_is_sent_with_the_next_exchange(tmp_path):
     island = delayed(tmp_path, "a", 0.3)
     store: Any = island.island._store
@@ -107,7 +78,7 @@ def test_what_a_store_did_not_answer_beside_training_is_sent_with_the_next_excha
     np.testing.assert_allclose(island.state.params["w"], [[-0.7 * 1.9 - 2.0]], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("is_decided", "merge"), [(True, 0.0), (True, 0.5), (False, 0.0)])
+@pytest.mark.parametrize(("is_decided", "merge"), [(True, 0.5), (False, 0.0)])
 def test_a_process_that_ends_with_an_exchange_under_way_loses_nothing_that_was_sent(
     is_decided, merge, tmp_path, said
 ):
@@ -146,25 +117,3 @@ def test_an_error_beside_training_is_raised_where_the_exchange_lands(tmp_path):
     island.train()
     with pytest.raises(IslandsError, match="another process has joined as 'a'"):
         island.exchange()
-
-
-def test_the_thread_of_an_exchange_does_not_outlive_the_program(tmp_path):
-    island = delayed(tmp_path, "a", 60.0, quorum=2)
-    island.train()
-    island.exchange()
-    assert all(x.daemon for x in threading.enumerate() if x.name == "islands")
-    assert any(x.name == "islands" for x in threading.enumerate())
-
-
-def test_with_a_codec_what_was_not_sent_follows_beside_training_too(tmp_path):
-    """All updates of a run end in the anchor, however coarse the codes: plain SGD of rate 1."""
-    _, state, island = train(
-        tmp_path, "a", slice(0, 2), periods=12, delay=2, merge=1.0,
-        codec=js.codecs.int4(), outer_optimizer=optax.sgd(1.0),
-    )  # fmt: skip
-    assert island.round == 12
-    assert island._rounds is not None
-    anchor, lost = island._rounds.anchor.values, island._rounds.residual
-    assert lost is not None
-    assert np.isfinite(lost).all()
-    assert all(np.isfinite(x).all() for x in [*anchor, *jax.tree.leaves(state.params)])

@@ -14,11 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from islands.together import batch, loss, params, run_together
-from jaxslowmo.checkpoint import Checkpoints
 from jaxslowmo.islands import IslandsError
 
 PERIOD, ROUNDS = 4, 20
-NESTEROV = optax.sgd(0.7, momentum=0.9, nesterov=True)
 
 
 def train(
@@ -59,53 +57,47 @@ def whole(params: Any) -> list[np.ndarray]:
 
 
 @functools.cache
-def of_one_job(name: str, replicas: int) -> list[np.ndarray]:
+def of_one_job(make: Any, replicas: int, periods: int = ROUNDS, **options: Any) -> list[np.ndarray]:
     """Return the parameters of all replicas after a run of one job."""
-    sync = {
-        "diloco": lambda: js.diloco("replica", sync_every=PERIOD),
-        "slowmo": lambda: js.slowmo("replica", sync_every=PERIOD, momentum=0.6),
-        "adamw": lambda: js.diloco("replica", sync_every=PERIOD, outer_optimizer=optax.adamw(1e-2)),
-    }[name]()
+    sync = make("replica", sync_every=PERIOD, **options)
     mesh = js.virtual_mesh({"replica": replicas})
     step = js.make_train_step(loss, optax.sgd(0.05), mesh=mesh, sync=sync)
     state = step.init(params())
-    for t in range(1, ROUNDS * PERIOD + 1):
+    for t in range(1, periods * PERIOD + 1):
         state, _ = step(state, batch(t, slice(0, replicas)))
     return whole(state.params)
 
 
+ADAMW = optax.adamw(1e-2)
+
+
 @pytest.mark.filterwarnings("ignore:slowmo without a `base`")
 @pytest.mark.parametrize(
-    ("name", "islands", "outer"),
+    ("make", "of_job", "islands", "options"),
     [
-        ("diloco", 2, None),
-        ("diloco", 3, NESTEROV),
-        ("diloco", 4, NESTEROV),
-        ("slowmo", 3, js.slow_momentum(0.6)),
-        ("adamw", 2, optax.adamw(1e-2)),
+        (js.diloco, {"merge": 0.25}, 2, {"merge": 0.25}),
+        (js.slowmo, {"momentum": 0.6}, 3, {"outer_optimizer": js.slow_momentum(0.6)}),
+        (js.diloco, {"outer_optimizer": ADAMW}, 2, {"outer_optimizer": ADAMW}),
     ],
 )
-def test_islands_end_where_one_job_ends(name, islands, outer, tmp_path):
-    size = 2
+def test_islands_end_where_one_job_ends(make, of_job, islands, options, tmp_path):
+    parts = [slice(2 * i, 2 * i + 2) for i in range(islands)]
     runs = [
         functools.partial(
-            train,
-            tmp_path,
-            f"island-{i}",
-            slice(i * size, (i + 1) * size),
-            quorum=islands,
-            outer_optimizer=outer,
+            train, tmp_path, f"island-{i}", part, quorum=islands, **options,
             sync=True if i % 2 else "none",
         )
-        for i in range(islands)
-    ]
+        for i, part in enumerate(parts)
+    ]  # fmt: skip
     ends = [whole(state.params) for _, state, _ in run_together(runs)]
-    for i, end in enumerate(ends):
-        for one, first, job in zip(end, ends[0], of_one_job(name, size * islands), strict=True):
-            np.testing.assert_array_equal(one[:1], first[:1])
+    for part, end in zip(parts, ends, strict=True):
+        for one, first, job in zip(
+            end, ends[0], of_one_job(make, 2 * islands, **of_job), strict=True
+        ):
+            if "merge" not in options:
+                np.testing.assert_array_equal(one[:1], first[:1])
             # In float32 the job itself is 2e-6 from a run in float64, and islands 1e-6.
-            job = job[i * size : (i + 1) * size]
-            np.testing.assert_allclose(one, job, rtol=0, atol=4e-6)
+            np.testing.assert_allclose(one, job[part], rtol=0, atol=4e-6)
 
 
 def test_islands_weigh_by_their_replicas_and_may_be_of_any_mesh(tmp_path):
@@ -128,7 +120,7 @@ def test_islands_weigh_by_their_replicas_and_may_be_of_any_mesh(tmp_path):
         ),
     ]
     for _, state, _ in run_together(runs):
-        for one, job in zip(whole(state.params), of_one_job("diloco", 12), strict=True):
+        for one, job in zip(whole(state.params), of_one_job(js.diloco, 12), strict=True):
             np.testing.assert_allclose(one[0], job[0], rtol=0, atol=4e-6)
 
 
@@ -157,45 +149,7 @@ def test_half_precision_and_copies_of_parameters_follow(tmp_path):
     assert min(moved) > 0.01
 
 
-def test_a_hook_of_the_loop_and_a_loop_by_hand_end_alike(tmp_path):
-    _, by_hand, _ = train(tmp_path / "a", "one", slice(0, 2), periods=5)
-    island = js.islands.join(str(tmp_path / "b"), name="one", sync_every=PERIOD)
-    mesh = js.virtual_mesh({"replica": 2})
-    inner = optax.sgd(0.05)
-    step = js.make_train_step(loss, inner, mesh=mesh, sync=island.transform())
-    state = island.exchange(step.init(params()))
-    batches = [batch(t, slice(0, 2)) for t in range(1, 5 * PERIOD + 1)]
-    seen = []
-    hooks = [island, js.train.Log(seen.append, every=4)]
-    *_, last = js.train_loop(step, state, batches, hooks=hooks)
-    for x, y in zip(whole(last.state.params), whole(by_hand.params), strict=True):
-        np.testing.assert_array_equal(x, y)
-    assert [record["round"] for record in seen] == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("codec", [None, js.codecs.int4(), js.codecs.top_k(0.2)])
-def test_a_stopped_island_goes_on_to_the_bit(codec, tmp_path):
-    part = slice(0, 2)
-    run = functools.partial(train, codec=codec, snapshot_every=2)
-
-    def two_more(step: Any, state: Any) -> Any:  # it stops within a period
-        for _ in range(2):
-            state, _ = step(state, batch(int(state.step[0]) + 1, part))
-        return state
-
-    step, at_once, _ = run(tmp_path / "a", "one", part, periods=6)
-    at_once = two_more(step, at_once)
-    step, state, _ = run(tmp_path / "b", "one", part, periods=3)
-    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(14, two_more(step, state), wait=True)
-        restored = lambda step: checkpoints.restore(step, params()).state  # noqa: E731
-        _, resumed, island = run(tmp_path / "b", "one", part, periods=3, start=restored)
-    assert (int(resumed.step[0]), island.round) == (26, 6)
-    for x, y in zip(whole(resumed.params), whole(at_once.params), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.parametrize("late", ["drop", "carry", "carry:0.5"])
+@pytest.mark.parametrize("late", ["drop", "carry:0.5"])
 def test_late_progress_is_dropped_or_carried(late, tmp_path, said):
     """One island sleeps through a round; plain SGD of rate 1 makes anchors the islands' means."""
     options: dict[str, Any] = {"outer_optimizer": optax.sgd(1.0), "late": late}
@@ -213,7 +167,7 @@ def test_late_progress_is_dropped_or_carried(late, tmp_path, said):
     mine, theirs = island.exchange(state), other.exchange(state)
     theirs = other.exchange(shifted(theirs, 1.0))  # alone, it closes the round
     mine = island.exchange(shifted(mine, 4.0))
-    share = {"drop": 0.0, "carry": 1.0, "carry:0.5": 0.5}[late]
+    share = {"drop": 0.0, "carry:0.5": 0.5}[late]
     start = np.asarray(params()["w"])
     np.testing.assert_allclose(mine.params["w"][0], start + 1.0 + 4.0 * share, rtol=1e-6)
     mine = island.exchange(shifted(mine, 2.0))  # now it is alone
@@ -221,27 +175,8 @@ def test_late_progress_is_dropped_or_carried(late, tmp_path, said):
     assert any("closed without late" in line for line in said)
 
 
-def test_who_joins_or_was_late_starts_at_the_anchor_whatever_merge_says(tmp_path):
-    options: dict[str, Any] = {"sync_every": 1, "merge": 0.5, "deadline_seconds": 0.1}
-    islands = [js.islands.join(str(tmp_path), name=name, **options) for name in ("early", "late")]
-    step = js.make_train_step(loss, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 1}))
-    starts = params(), jax.tree.map(lambda x: x + 100, params())
-    states = [
-        island.exchange(step.init(start)) for island, start in zip(islands, starts, strict=True)
-    ]
-    np.testing.assert_array_equal(whole(states[1].params)[1], whole(states[0].params)[1])
-    states = [step(state, batch(1, slice(0, 1)))[0] for state in states]
-    states = [island.exchange(x) for island, x in zip(islands, states, strict=True)]
-    rounds = islands[1]._rounds
-    assert rounds is not None
-    for x, y in zip(whole(states[1].params), rounds.anchor.values, strict=True):
-        np.testing.assert_array_equal(x[0], y)
-
-
-@pytest.mark.parametrize("late", ["drop", "carry"])
-@pytest.mark.parametrize("merge", [0.0, 0.5])
-def test_an_island_with_nan_takes_the_anchor(late, merge, tmp_path, said):
-    island = js.islands.join(str(tmp_path), name="one", sync_every=1, late=late, merge=merge)
+def test_an_island_with_nan_takes_the_anchor(tmp_path, said):
+    island = js.islands.join(str(tmp_path), name="one", sync_every=1, late="carry", merge=0.5)
     step = js.make_train_step(loss, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 1}))
     state = island.exchange(step.init(params()))
     broken = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
@@ -249,45 +184,6 @@ def test_an_island_with_nan_takes_the_anchor(late, merge, tmp_path, said):
     for x, y in zip(whole(state.params), whole(params()), strict=True):
         np.testing.assert_array_equal(x[0], y)
     assert any("part of one is left out" in line for line in said)
-
-
-def test_merge_keeps_a_share_of_each_replicas_own(tmp_path):
-    part = slice(0, 2)
-    _, at_anchor, _ = train(tmp_path / "a", "one", part, periods=1)
-    island = js.islands.join(str(tmp_path / "b"), name="one", sync_every=PERIOD, merge=0.25)
-    inner, mesh = optax.sgd(0.05), js.virtual_mesh({"replica": 2})
-    step = js.make_train_step(loss, inner, mesh=mesh, sync=island.transform())
-    state = island.exchange(step.init(params()))
-    for t in range(1, PERIOD + 1):
-        state, _ = step(state, batch(t, part))
-    own, moved = whole(state.params), whole(island.exchange(state).params)
-    for x, anchor, new in zip(own, whole(at_anchor.params), moved, strict=True):
-        assert not np.array_equal(x[0], x[1])
-        np.testing.assert_allclose(new, 0.25 * x + 0.75 * anchor, rtol=1e-6, atol=1e-7)
-
-
-def test_replicas_end_equal_where_the_anchor_is_their_mean(tmp_path):
-    sync = js.local_sgd("replica", sync_every=3)
-    island = js.islands.join(
-        str(tmp_path), name="one", sync_every=PERIOD, outer_optimizer=optax.sgd(1.0)
-    )
-    step = js.make_train_step(
-        loss,
-        optax.sgd(0.05),
-        mesh=js.virtual_mesh({"replica": 2}),
-        sync=island.transform(sync),
-        mode="host",
-    )
-    state = island.exchange(step.init(params()))
-    for t in range(1, 2 * PERIOD + 1):
-        assert step.next_phase(state) == (("average",) if t % 3 == 0 else ())
-        state, _ = step(state, batch(t, slice(0, 2)))
-        if island.due(t):
-            mean = whole(step.consensus(state))
-            state = island.exchange(state)
-            for x, near in zip(whole(state.params), mean, strict=True):
-                np.testing.assert_array_equal(x[0], x[1])
-                np.testing.assert_allclose(x[0], near, atol=1e-6)
 
 
 def test_report_and_status_tell_bytes_requests_and_who(tmp_path):
@@ -313,28 +209,13 @@ def test_report_and_status_tell_bytes_requests_and_who(tmp_path):
 
 ARGUMENTS = [
     ({"name": "a/b"}, "`name` must be up to 64 letters"),
-    ({"quorum": 0}, "`quorum` must be an int >= 1, got 0"),
-    ({"deadline_seconds": -1}, "`deadline_seconds` must be a number >= 0"),
     ({"late": "carry:2"}, '`late` must be "drop", "carry" or "carry:SHARE"'),
-    ({"merge": 1.5}, r"`merge` must be a number in \[0, 1\]"),
-    ({"weight": 0}, "`weight` must be above 0"),
     ({"codec": "int8"}, "`codec` must be one of js.codecs"),
-    ({"keep": 0}, "`keep` must be an int >= 1"),
-    ({"max_norm_ratio": 0.5}, "`max_norm_ratio` must be a number >= 1"),
     ({"sync_every": 0}, "sync_every"),
     ({"outer_optimizer": js.local_sgd("replica")}, "`outer_optimizer` must be an optax"),
     ({"outer_optimizer": optax.clip_by_global_norm(1.0)}, "element-wise .* 'reduce_sum'"),
     ({"url": "ftp://x/y"}, "`url` must be a folder or begin with s3"),
-    ({"url": 3}, "`url` must be a folder or begin with s3"),
-    ({"url": ""}, "`url` must be a folder or begin with s3"),
-    ({"url": "s3:bucket/run"}, "`url` must be a folder or begin with s3"),
-    ({"url": "gs://"}, "`url` must be a folder or begin with s3"),
-    ({"delay": -1}, "`delay` counts updates and must be an int >= 0, got -1"),
     ({"delay": 500}, "`delay` must be less than the updates between two exchanges"),
-    (
-        {"delay": 1, "sync_every": js.every(4, start=8, before="all")},
-        "`delay` must be less than the updates between two exchanges",
-    ),
 ]
 
 
@@ -345,22 +226,10 @@ def test_wrong_arguments_are_named(wrong, message, tmp_path):
         js.islands.join(**options)
 
 
-def test_what_is_no_state_base_or_run_is_named(tmp_path):
-    island = js.islands.join(str(tmp_path), name="one")
-    with pytest.raises(ValueError, match=r"`state` must be a js.TrainState, got dict"):
-        island.exchange({"w": np.ones(2)})
-    with pytest.raises(ValueError, match=r"`base` must be None or one such as .* got 3"):
-        island.transform(3)
-    with pytest.raises(ValueError, match=r"`url` must be .* got None"):
-        js.islands.status(None)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"sync_every": 5}, "`sync_every` of this run is 4, and this island has 5: join with "),
-        ({"codec": js.codecs.int8()}, "`codec` of this run is None"),
-        ({"max_norm_ratio": 3.0}, "`max_norm_ratio` of this run is 10.0, and this island has 3.0"),
         ({"outer_optimizer": optax.sgd(0.5)}, "`outer_optimizer` of this run is .*: give all "),
         ({"model": {"w": np.zeros((6, 2), np.float32)}}, r"the model of this run is .*w\[6,3\]"),
     ],
@@ -376,9 +245,6 @@ def test_a_state_of_another_run_and_a_name_in_use_are_refused(tmp_path):
     train(tmp_path / "b", "one", slice(0, 1), periods=1)
     with pytest.raises(IslandsError, match=r"of the run [0-9a-f]{8}\.\.\., .* holds [0-9a-f]{16}"):
         train(tmp_path / "b", "one", slice(0, 1), start=lambda step: state)
-    with pytest.raises(IslandsError, match=r"this bucket holds no run\. Give the bucket"):
-        train(tmp_path / "mistyped", "one", slice(0, 1), start=lambda step: state)
-    assert not list((tmp_path / "mistyped").iterdir())
     train(tmp_path / "a", "one", slice(0, 1), periods=0)
     with pytest.raises(IslandsError, match="another process has joined as 'one'"):
         island.exchange(state)
@@ -386,42 +252,17 @@ def test_a_state_of_another_run_and_a_name_in_use_are_refused(tmp_path):
         js.islands.status(str(tmp_path / "c"))
 
 
-def test_of_two_processes_the_first_stops_though_it_was_waiting(tmp_path, monkeypatch):
-    _, state, first = train(tmp_path, "one", slice(0, 1), periods=1)
-    rounds: Any = first._rounds
-    wait_for_manifest, later = rounds._wait_for_manifest, []
-
-    def meanwhile() -> Any:
-        later.append(train(tmp_path, "one", slice(0, 1), periods=0))
-        return wait_for_manifest()
-
-    monkeypatch.setattr(rounds, "_wait_for_manifest", meanwhile)
-    with pytest.raises(IslandsError, match="another process has joined as 'one'"):
-        first.exchange(state)
-    _, state, second = later[0]
-    assert int(second.exchange(state).step[0]) == 0
-
-
-def test_a_bucket_that_is_emptied_and_a_model_that_changes_are_named(tmp_path, said):
+def test_a_bucket_that_is_emptied_and_a_model_that_changes_are_named(tmp_path):
     _, state, island = train(tmp_path / "run", "one", slice(0, 1), periods=1)
     other = state._replace(params={"b": state.params["b"], "w": state.params["w"].reshape(1, 3, 6)})
     with pytest.raises(IslandsError, match=r"the model of this run is w\[6,3\]"):
         island.exchange(other)
-    twice = {"a": {"b": state.params["b"]}, "a/b": state.params["b"]}
-    with pytest.raises(ValueError, match="names of their own: a/b"):
-        island.exchange(state._replace(params=twice))
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(IslandsError, match=r"is not here any more\. Was the bucket"):
         island.exchange(state)
-    train(tmp_path / "run", "one", slice(0, 1), periods=0)
-    with pytest.raises(IslandsError, match=r"is not here any more, but "):
-        island.exchange(state)
-    late = js.islands.join(str(tmp_path / "run"), name="two", sync_every=4)
-    late.exchange(state._replace(exchange=state.exchange._replace(local=())))
-    assert any("joins after 4 updates, which are not part of the run" in line for line in said)
 
 
-def test_parameters_that_islands_do_not_take_are_refused(tmp_path):
+def test_states_that_islands_do_not_take_are_refused(tmp_path):
     island = js.islands.join(str(tmp_path), name="one")
     mesh = js.virtual_mesh({"replica": 2})
     step = js.make_train_step(loss, optax.sgd(0.1), mesh=mesh, sync="none")
@@ -431,14 +272,12 @@ def test_parameters_that_islands_do_not_take_are_refused(tmp_path):
         island.exchange(state._replace(params=wide))
     with pytest.raises(ValueError, match="has tables, which islands do not exchange"):
         island.exchange(state._replace(params=js.embedding.WithTables(state.params, {})))
-
-
-def test_a_model_in_stages_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"`state` must be a js.TrainState, got dict"):
+        island.exchange({"w": np.ones(2)})
     layers = [{"w": np.ones((3, 3), np.float32)}] * 2
     model = js.LayeredModel([lambda p, x: x @ p["w"]] * 2, lambda x, _: jnp.mean(x**2))
     mesh = js.make_mesh({"replica": 2, "stage": 2})
     pipe = js.pipelined(model, layers, js.schedules.one_f_one_b(2, 2), mesh=mesh)
     step = js.make_train_step(pipe, optax.sgd(0.1), mesh=mesh, sync=js.local_sgd("replica"))
-    island = js.islands.join(str(tmp_path), name="one")
     with pytest.raises(ValueError, match="has parameters in stages, which islands do not exchange"):
         island.exchange(step.init(layers))

@@ -1,7 +1,5 @@
 """Islands that start at other times than the rest take part in the rounds."""
 
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +47,6 @@ def islands_of(url: Path) -> list[list[str]]:
     return replay(objects(str(url)))["islands"]
 
 
-def test_a_round_waits_for_those_that_joined_after_the_last_one(tmp_path):
-    first = Trained(tmp_path, "a", 60.0)
-    first.train()
-    first.exchange()
-    second = Trained(tmp_path, "b", 60.0)
-    first.train()
-    second.train()
-    with ThreadPoolExecutor(1) as pool:
-        waits = pool.submit(first.exchange)
-        time.sleep(0.5)
-        assert not waits.done()
-        second.exchange()
-        waits.result(30)
-    assert islands_of(tmp_path) == [["a"], ["a", "b"]]
-
-
 def test_what_an_island_carries_over_counts_though_rounds_are_too_short_for_it(tmp_path):
     first, late = Trained(tmp_path, "a", 0.1), Trained(tmp_path, "b", 0.1)
     late.train()
@@ -99,29 +81,3 @@ class Unanswered:
         self._object_store.put(key, data)
         if "/part-" in key:
             raise OSError("no answer")
-
-
-def test_after_a_part_whose_write_was_not_answered_no_update_is_lost(tmp_path):
-    first, second = Trained(tmp_path, "a", 0.3), Trained(tmp_path, "b", 0.3)
-    store: Any = first.island._store
-    bucket, store._object_store = store._object_store, Unanswered(store._object_store)
-    first.train()
-    first.exchange()  # as far as it knows, it sent nothing
-    store._object_store = bucket
-    second.train()
-    second.exchange()
-    first.train()
-    first.exchange()
-    assert islands_of(tmp_path) == [["a", "b"]]
-    # Its second update is not in the round, and is kept.
-    np.testing.assert_allclose(first.state.params["w"], [[-0.7 * 1.9 - 1.0]], rtol=1e-6)
-
-
-def test_a_restart_between_exchanges_leaves_each_replica_where_it_was(tmp_path):
-    island = Trained(tmp_path, "a", 60.0, 1.0, -3.1)
-    island.train()
-    island.exchange()
-    island.train()
-    before = np.asarray(island.state.params["w"])
-    again = js.islands.join(str(tmp_path), name="a")
-    np.testing.assert_array_equal(again.exchange(island.state).params["w"], before)

@@ -7,21 +7,15 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from islands.test_trust import NAN, SIZE, UNIT, life, moved, part
-from islands.world import Process, World
-from jaxslowmo.islands import IslandsError, _format
-from jaxslowmo.islands._anchors import Anchor, Rules
+from islands.test_trust import NAN, SIZE, UNIT, life, moved
+from islands.world import World
+from jaxslowmo.islands import IslandsError
+from jaxslowmo.islands._anchors import Anchor
 from jaxslowmo.islands._format import (
-    Manifest,
     PartCodec,
-    RunSettings,
-    leaf_descriptions,
-    manifest_key,
-    part_key,
 )
 from jaxslowmo.islands._optimizer import HostOptimizer
 from jaxslowmo.islands._rounds import Rounds
-from jaxslowmo.islands._store import RetryingStore
 
 CODED = PartCodec(js.codecs.int8(block=SIZE), SIZE)
 KEEPS_ONE: Any = {"snapshot_every": 1, "keep": 1}
@@ -67,19 +61,6 @@ def test_a_part_with_nan_whose_round_was_cleaned_up_poisons_no_later_one():
     assert any("not finite" in line for line in said)
 
 
-def test_what_a_checkpoint_kept_of_a_codec_starts_anew_if_it_is_not_finite():
-    world = World(lambda n: 0)
-
-    def act(rounds: Rounds) -> None:
-        rounds.resume(0, rounds.anchor.values, NAN)
-        moved(rounds, UNIT[1])
-        np.testing.assert_allclose(rounds.anchor.values[0], -UNIT[1], rtol=1e-2)
-
-    _, said = life("a", world, act, part_codec=CODED)
-    world.run()
-    assert any("not finite" in line for line in said)
-
-
 @pytest.mark.parametrize("outer", [optax.sgd(4.0), optax.adamw(1.0)])
 def test_an_outer_step_that_would_leave_the_range_of_float32_is_not_taken(outer):
     """It would end the run: Adam would never move again, for its second moment is infinite."""
@@ -99,76 +80,6 @@ def test_an_outer_step_that_would_leave_the_range_of_float32_is_not_taken(outer)
     _, said = life("a", world, act, optimizer=optimizer)
     world.run()
     assert sum("round 0: " in line and "not finite" in line for line in said) == 1
-
-
-def test_parameters_that_are_not_finite_begin_no_run(tmp_path):
-    island = js.islands.join(str(tmp_path), name="one")
-    step = js.make_train_step(
-        lambda params, batch: params["w"].sum() * batch.sum(),
-        optax.sgd(0.1),
-        mesh=js.virtual_mesh({"replica": 1}),
-    )
-    with pytest.raises(ValueError, match="not finite"):
-        island.exchange(step.init({"w": np.full(2, np.nan, np.float32)}))
-    assert not [x for x in tmp_path.rglob("*") if x.is_file()]
-
-
-@pytest.mark.parametrize("earlier", ["0" * 16, "f" * 16])
-@pytest.mark.parametrize("kind", ["NaN", "damaged", "healthy"])
-def test_of_two_parts_of_one_island_the_newest_that_can_be_read_is_taken(earlier, kind):
-    world, ends = World(lambda n: 0), list[Anchor]()
-
-    def act(rounds: Rounds) -> None:
-        data = part(rounds.settings, "b", NAN if kind == "NaN" else UNIT[3])
-        data = data[:-1] + b"\x01" if kind == "damaged" else data
-        key = part_key(0, "b", earlier)
-        world.objects[key] = world.ever[key] = data
-        world.changed()
-        moved(rounds, UNIT[1])
-        ends.append(rounds.anchor)
-
-    _, said = life("b", world, act, quorum=2)
-    life("a", world, repeat(1, ends), quorum=2)
-    world.run()
-    assert ends[0].digest == ends[1].digest
-    np.testing.assert_allclose(ends[0].values[0], -(UNIT[0] + UNIT[1]) / 2)
-    assert not any("earlier process" in line for line in said)
-
-
-def test_of_two_parts_of_one_island_an_older_one_is_taken_if_the_newest_is_damaged():
-    world, ends = World(lambda n: 0), list[Anchor]()
-
-    def first(rounds: Rounds) -> None:
-        rounds._send_part(UNIT[1], 1.0, 1)
-
-    def second(rounds: Rounds) -> None:
-        rounds._send_part(NAN, 1.0, 1)
-
-    life("b", world, first, quorum=2)
-    life("b", world, second, 2.0, quorum=2)
-    life("a", world, repeat(1, ends), 6.0, quorum=2)
-    world.run()
-    np.testing.assert_allclose(ends[0].values[0], -(UNIT[0] + UNIT[1]) / 2)
-
-
-@pytest.mark.parametrize("counts", [True, False])
-def test_progress_is_dropped_for_an_earlier_part_only_if_that_counted(counts):
-    world = World(lambda n: 0)
-
-    def act(rounds: Rounds) -> None:
-        key, name = part_key(0, "b", "0" * 16), manifest_key(0)
-        manifest = Manifest(rounds.settings.run_id, 0, "b", [key])
-        world.objects[key] = part(rounds.settings, "b", UNIT[3] if counts else NAN)
-        world.objects[name] = manifest.dumps().encode()
-        outcome = rounds.exchange([rounds.anchor.values[0] - UNIT[1]], 1.0, 1)
-        assert outcome is not None
-        assert (outcome.remainder is None) == counts
-        if outcome.remainder is not None:
-            np.testing.assert_array_equal(outcome.remainder, UNIT[1])
-
-    _, said = life("b", world, act, late_share=1.0)
-    world.run()
-    assert any("has contributed" in line for line in said) == counts
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -191,77 +102,7 @@ def test_a_checkpoint_is_dropped_for_an_earlier_part_only_if_that_counted(counts
     assert any("has contributed" in line for line in said) == counts
 
 
-def test_the_author_of_a_part_that_was_damaged_leaves_it_out_like_the_others():
-    world, ends = World(lambda n: 0), list[Anchor]()
-
-    def act(rounds: Rounds) -> None:
-        put = rounds._store.put
-
-        def damaging(key: str, data: bytes) -> None:
-            put(key, data)
-            if "00000000/part-" in key:
-                world.objects[key] = data[:-1] + b"\xff"
-
-        rounds._store.put = damaging  # type: ignore[method-assign]
-        moved(rounds, UNIT[1])
-        assert rounds.anchor.values[0][1] == 0
-        moved(rounds, UNIT[2])
-        ends.append(rounds.anchor)
-
-    _, said = life("a", world, act, quorum=2, late_share=1.0)
-    life("b", world, repeat(2, ends), quorum=2)
-    world.run()
-    assert ends[0].digest == ends[1].digest
-    np.testing.assert_allclose(ends[0].values[0], -1.5 * UNIT[0] - UNIT[2] / 2)
-    assert sum("part of a is left out" in line for line in said) == 1
-
-
-def test_a_listed_part_that_the_store_lost_is_left_out_by_all_after_the_deadline():
-    world, ends = World(lambda n: 0), list[Anchor]()
-
-    def lost(rounds: Rounds) -> None:
-        rounds._send_part(UNIT[3], 1.0, 1)
-
-    def act(rounds: Rounds) -> None:
-        get = rounds._store.get
-
-        def losing(key: str, limit: int | None = None) -> bytes | None:
-            found = get(key, limit)
-            if key == manifest_key(0) and found is not None:
-                for other in [x for x in world.objects if "00000000/part-lost" in x]:
-                    del world.objects[other]
-                    world.changed()
-            return found
-
-        create = rounds._store.create
-
-        def created(key: str, data: bytes) -> bool:
-            is_mine = create(key, data)
-            if key == manifest_key(0):
-                losing(key)
-            return is_mine
-
-        rounds._store.get, rounds._store.create = losing, created  # type: ignore[method-assign]
-        moved(rounds, UNIT[0])
-        moved(rounds, UNIT[1])
-        ends.append(rounds.anchor)
-
-    def late(rounds: Rounds) -> None:
-        ends.append(rounds.anchor)
-
-    life("lost", world, lost, quorum=3)
-    lines = [life(name, world, act, 2.0, quorum=2)[1] for name in ("a", "b")]
-    life("new", world, late, 90.0)
-    world.run()
-    assert [x.round for x in ends] == [2, 2, 2]
-    assert len({x.digest for x in ends}) == 1
-    np.testing.assert_allclose(ends[0].values[0], -UNIT[0] - UNIT[1])
-    assert all(sum("part of lost is left out" in x for x in said) == 1 for said in lines)
-    assert world.time < 2 + 1 + 3 * 20.0 + 90
-    assert len([x for x in world.objects if "missing" in x]) == 1
-
-
-@pytest.mark.parametrize("weight", [1e308, 5e-324, 1.0])
+@pytest.mark.parametrize("weight", [1e308, 5e-324])
 def test_two_islands_of_any_equal_weights_make_their_mean_progress(weight):
     world, ends = World(lambda n: 0), list[Anchor]()
 
@@ -275,21 +116,6 @@ def test_two_islands_of_any_equal_weights_make_their_mean_progress(weight):
     world.run()
     for end in ends:
         np.testing.assert_array_equal(end.values[0], -(UNIT[0] + UNIT[1]) / 2)
-
-
-def test_a_round_that_was_cleaned_up_first_counts_for_merge():
-    """The manifest lists the part, so the others have counted it."""
-    world = World(lambda n: 0)
-
-    def act(rounds: Rounds) -> None:
-        sleeps_before_reading(rounds, 100.0)
-        outcome = rounds.exchange([rounds.anchor.values[0] - UNIT[1]], 1.0, 1)
-        assert outcome is not None
-        assert (outcome.anchor.round > 1, outcome.is_counted) == (True, True)
-
-    life("a", world, repeat(6, []), **KEEPS_ONE)
-    life("b", world, act, **KEEPS_ONE)
-    world.run()
 
 
 def test_no_run_is_begun_where_rounds_lie_already():
@@ -308,55 +134,9 @@ def test_no_run_is_begun_where_rounds_lie_already():
     assert world.objects == before
 
 
-def named_rounds(process: Any, names: list[str]) -> Rounds:
-    """Return the rounds of a model with one number of each name."""
-    shapes = [(1,)] * len(names)
-    optimizer = HostOptimizer(optax.sgd(1.0), [np.zeros(shape, np.float32) for shape in shapes])
-    quiet = lambda line: None  # noqa: E731
-    store = RetryingStore(process, "memory://run", 5.0, process.clock, quiet)
-    agreed = RunSettings(
-        "", "", "1", "None", optimizer.fingerprint, leaf_descriptions(names, shapes)
-    )
-    part_codec = PartCodec(None, len(names))
-    return Rounds(store, Rules("a"), optimizer, part_codec, agreed, quiet)
-
-
-def test_a_model_of_many_leaves_is_read_as_it_was_written():
-    names = [f"{'block/' * 20}{i}/{'kernel' * 5}" for i in range(8000)]
-    start, ends = [np.full(1, i, np.float32) for i in range(8000)], []
-    world = World(lambda n: 0)
-
-    def act(process: Any) -> None:
-        for _ in range(2):
-            rounds = named_rounds(process, names)
-            rounds.join(start)
-            ends.append(rounds.anchor)
-
-    Process(world, "a", act, 0.0)
-    world.run()
-    assert len(world.objects["run.json"]) > 1 << 20
-    assert ends[0].digest == ends[1].digest
-    np.testing.assert_array_equal(ends[1].values, start)
-
-
-def test_a_model_of_more_names_than_headers_hold_is_refused_before_anything_is_written(monkeypatch):
-    monkeypatch.setattr(_format, "MAX_HEADER", 100_000)
-    names, world = [f"{i:0200d}" for i in range(400)], World(lambda n: 0)
-
-    def act(process: Any) -> None:
-        with pytest.raises(ValueError, match=r"headers of at most 0.1 MB.*names"):
-            named_rounds(process, names).join([np.zeros(1, np.float32)] * 400)
-
-    Process(world, "a", act, 0.0)
-    world.run()
-    assert not world.objects
-
-
-@pytest.mark.parametrize("codec", [None, js.codecs.int8()])
-@pytest.mark.parametrize("model", [{}, {"w": np.zeros((0, 3), np.float32)}])
-def test_a_model_without_elements_is_named(model, codec, tmp_path):
-    island = js.islands.join(str(tmp_path), name="one", codec=codec)
-    stacked: Any = {name: np.zeros((2, *x.shape), np.float32) for name, x in model.items()}
+def test_a_model_without_elements_is_named(tmp_path):
+    island = js.islands.join(str(tmp_path), name="one", codec=js.codecs.int8())
+    stacked: Any = {"w": np.zeros((2, 0, 3), np.float32)}
     none: Any = ()
     step: Any = np.zeros(2, np.int32)
     state = js.TrainState(step=step, params=stacked, opt_state=none, model_state={}, rng=none)

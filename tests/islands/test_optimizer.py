@@ -12,20 +12,15 @@ from support.promotion import promoting
 PARAMS = {"a": np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3), "b": np.ones(5, np.float32)}
 OPTIMIZERS = {
     "sgd": optax.sgd(0.7),
-    "momentum": optax.sgd(0.5, momentum=0.9),
     "nesterov": optax.sgd(0.7, momentum=0.9, nesterov=True),
-    "outer nesterov": js.algorithms.outer_nesterov(),
     "slowmo": js.slow_momentum(0.5, 0.8),
-    "slowmo, nesterov": js.slow_momentum(0.5, nesterov=True),
     "adamw": optax.adamw(1e-2),
-    "adamw, masked": optax.adamw(1e-2, weight_decay=0.1, mask={"a": True, "b": False}),
     "adamw, masked otherwise": optax.adamw(1e-2, weight_decay=0.1, mask={"a": False, "b": True}),
     "adamw, masked by name": optax.adamw(
         1e-2,
         mask=lambda tree: jax.tree_util.tree_map_with_path(lambda p, x: p[0].key == "a", tree),
         weight_decay=0.2,
     ),
-    "lion": optax.lion(1e-2),
     "schedule": promoting(optax.sgd(optax.cosine_decay_schedule(0.1, 4), momentum=0.9)),
 }
 

@@ -291,7 +291,7 @@ def start_of(name: str) -> np.ndarray:
 
 
 # Of a run of some hundred choices a shorter one fails in another way: shrinking takes minutes.
-@settings(phases=[Phase.generate], max_examples=400)
+@settings(phases=[Phase.generate], max_examples=150)
 @given(setting=SETTINGS, seed=st.integers(0, 2**32), limit=st.integers(0, 3000))
 def test_one_run_for_all_whatever_happens(setting, seed, limit):
     order = random.Random(seed)

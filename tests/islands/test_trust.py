@@ -3,25 +3,21 @@
 import dataclasses
 import functools
 import json
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import save
 
 from islands.world import Process, World
 from jaxslowmo.islands import IslandsError
 from jaxslowmo.islands._anchors import Anchor, Rules
 from jaxslowmo.islands._format import (
-    Heartbeat,
     Manifest,
     PartCodec,
     PartHeader,
     RunSettings,
-    SnapshotHeader,
     dump,
     manifest_key,
     parse_header,
@@ -79,35 +75,23 @@ def same(anchor: Anchor, until: int | None = None) -> Anchor:
     return anchor
 
 
-NAN, INF = (np.where(UNIT[3] > 0, np.float32(x), UNIT[2]) for x in (np.nan, np.inf))
+NAN = np.where(UNIT[3] > 0, np.float32(np.nan), UNIT[2])
 BAD_PARTS: dict[str, tuple[Callable[[RunSettings], bytes], str]] = {
     "truncated": (lambda run: part(run, "bad", UNIT[3])[:-4], "is unreadable: no safetensors"),
-    "pickle": (lambda run: pickle.dumps({"displacement": UNIT[3]}), "is unreadable: no safeten"),
-    "empty": (lambda run: b"", "is unreadable: no safetensors"),
-    "no header": (lambda run: save({"displacement": UNIT[3]}), "safetensors without a header"),
-    "header that is too deep": (
-        lambda run: (9000).to_bytes(8, "little") + b"[" * 9000, "safetensors without a header",
-    ),
     "too large": (lambda run: part(run, "bad", UNIT[3]) + bytes(1 << 20), "bytes, and at most"),
     "another version": (
         lambda run: part(run, "bad", UNIT[3]).replace(b'version\\": 1', b'version\\": 2'),
         "version 2, and this jaxslowmo reads 1",
     ),
     "another shape": (lambda run: part(run, "bad", UNIT[3, :4]), "arrays of other names, shapes"),
-    "another dtype": (lambda run: part(run, "bad", UNIT[3].astype("i4")), "shapes or dtypes"),
     "another SHA-256": (
         lambda run: part(run, "bad", UNIT[3], sha256=sha256(UNIT[4])), "has another SHA-256",
     ),
-    "weight 0": (lambda run: part(run, "bad", UNIT[3], weight=0.0), "has weight 0"),
-    "weight < 0": (lambda run: part(run, "bad", UNIT[3], weight=-1.0), "other types: weight"),
     "another run": (
         lambda run: part(dataclasses.replace(run, run_id="x"), "bad", UNIT[3]),
         "belongs to another",
     ),
-    "another round": (lambda run: part(run, "bad", UNIT[3], round=1), "belongs to another run"),
-    "another island": (lambda run: part(run, "good", UNIT[3]), "belongs to another run"),
     "NaN": (lambda run: part(run, "bad", NAN), "holds values that are not finite"),
-    "infinity": (lambda run: part(run, "bad", INF), "holds values that are not finite"),
     "norm": (lambda run: part(run, "bad", 11 * UNIT[3]), "has norm 11, above 10 times 1, the med"),
     "another anchor": (
         lambda run: part(run, "bad", UNIT[3], anchor=64 * "0"), "is measured from another anchor",
@@ -173,8 +157,7 @@ def test_an_island_that_diverged_adopts_the_anchor_of_most(is_memory):
     assert world.time < DEADLINE
 
 
-@pytest.mark.parametrize("is_lost", [False, True])
-@pytest.mark.parametrize("direction", range(4))
+@pytest.mark.parametrize(("direction", "is_lost"), [(0, False), (1, True)])
 def test_who_joins_after_a_part_was_damaged_adopts_the_anchor_of_those_who_were_there(
     direction, is_lost
 ):
@@ -208,24 +191,14 @@ def test_who_joins_after_a_part_was_damaged_adopts_the_anchor_of_those_who_were_
 
 
 GARBAGE: dict[str, tuple[Callable[[RunSettings], bytes], str]] = {
-    "half of it": (lambda run: b'{"version": 1', "is unreadable: no JSON object"),
-    "too large": (lambda run: bytes(2 << 20), "is unreadable: 2097152 bytes"),
-    "another schema": (lambda run: run.dumps().encode(), "is unreadable: fields"),
     "another run": (lambda run: Manifest("x", 0, "a").dumps().encode(), "belongs to another run"),
-    "parts of another round": (
-        lambda run: Manifest(run.run_id, 0, "a", [part_key(1, "a", "0")]).dumps().encode(),
-        "one part of each island",
-    ),
     "two parts of an island": (
         lambda run: Manifest(
             run.run_id, 0, "a", [part_key(0, "a", "0"), part_key(0, "a", "1")]
         ).dumps().encode(),
         "one part of each island",
     ),
-    "no part": (
-        lambda run: Manifest(run.run_id, 0, "a", ["run.json"]).dumps().encode(),
-        "one part of each island",
-    ),
+    "no JSON": (lambda run: b'{"version": 1', "is unreadable: no JSON object"),
 }  # fmt: skip
 
 
@@ -245,18 +218,9 @@ def test_a_manifest_that_is_garbage_is_named(kind):
     world.run()
 
 
-@pytest.mark.parametrize(
-    "record",
-    [
-        RunSettings("r", "d", "1", "None", "o", ["w[2,3]", "b[]"], 5.0),
-        PartHeader("r", 7, "a-b.c_d", "d", 0.5, 12, "s"),
-        Manifest("r", 7, "a", ["rounds/00000007/part-a-0"]),
-        SnapshotHeader("r", 7, "d"),
-        Heartbeat("r", "a", "p", 1, 2, 3, 4),
-    ],
-)
-def test_a_header_is_read_as_it_was_written(record):
+def test_a_header_is_read_as_it_was_written():
+    record = RunSettings("r", "d", "1", "None", "o", ["w[2,3]", "b[]"], 5.0)
     names = {x.name for x in dataclasses.fields(record)}
     assert json.loads(record.dumps()).keys() == names - {"run_id"} | {"run", "version"}
-    assert type(record).loads(record.dumps()) == record
-    assert parse_header(dump(record, {"x": UNIT}), type(record)) == record
+    assert RunSettings.loads(record.dumps()) == record
+    assert parse_header(dump(record, {"x": UNIT}), RunSettings) == record

@@ -11,13 +11,9 @@ contrib = optax.contrib
 MODULES = {"optax": optax, "optax.contrib": contrib}
 # Their annotations do not say that they make transforms.
 UNANNOTATED = {
-    "MultiSteps",
-    "dog",
-    "dowg",
-    "hutchinson_estimator_diag_hessian",
-    "monitor",
+    "MultiSteps", "dog", "dowg", "hutchinson_estimator_diag_hessian", "monitor",
     "scale_by_factored_rms",
-}
+}  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -131,6 +127,12 @@ _PRECONDITIONERS = [
     *["rss", "sign", "sm3", "stddev", "trust_ratio", "yogi"],
 ]
 
+_BEFORE = {
+    "adaptive_grad_clip": [1.0], "add_decayed_weights": [1e-3], "centralize": [], "clip": [1.0],
+    "clip_by_block_rms": [1.0], "clip_by_global_norm": [1.0], "ema": [0.9], "identity": [],
+    "zero_nans": [],
+}  # fmt: skip
+
 OPTAX: dict[str, Case] = {
     **{name: Case(lambda name=name: getattr(optax, name)(0.1)) for name in _RATES},
     **{
@@ -142,32 +144,25 @@ OPTAX: dict[str, Case] = {
         condition="around the optimizer; [`sync_every` counts its calls](#optaxmultisteps)",
     ),
     "adafactor": Case(lambda: optax.adafactor(0.01)),
-    "adaptive_grad_clip": Case(_before(lambda: optax.adaptive_grad_clip(1.0))),
-    "add_decayed_weights": Case(_before(lambda: optax.add_decayed_weights(1e-3))),
+    **{
+        name: Case(_before(lambda name=name, given=given: getattr(optax, name)(*given)))
+        for name, given in _BEFORE.items()
+    },
     "add_noise": Case(_before(lambda: optax.add_noise(0.01, 0.55, 0)), condition=NOISE),
     "apply_every": Case(lambda: optax.chain(optax.sgd(0.1), optax.apply_every(2))),
     "apply_if_finite": Case(lambda: optax.apply_if_finite(_adam(), 3), condition=AROUND),
-    "centralize": Case(_before(optax.centralize)),
     "chain": Case(lambda: optax.chain(optax.clip(1.0), _adam())),
-    "clip": Case(_before(lambda: optax.clip(1.0))),
-    "clip_by_block_rms": Case(_before(lambda: optax.clip_by_block_rms(1.0))),
-    "clip_by_global_norm": Case(_before(lambda: optax.clip_by_global_norm(1.0))),
     "conditionally_mask": Case(
         lambda: optax.conditionally_mask(_adam(), lambda step: step % 2 == 0)
     ),
     "conditionally_transform": Case(
         lambda: optax.conditionally_transform(_adam(), lambda step: step % 2 == 0)
     ),
-    "ema": Case(_before(lambda: optax.ema(0.9))),
     "flatten": Case(
         lambda: optax.flatten(_adam()),
         condition="refused around an optimizer whose copy of the parameters moves along",
     ),
-    "freeze": Case(
-        lambda: optax.chain(_adam(), optax.freeze({"b": True, "w": False})),
-        FROZEN,
-    ),
-    "identity": Case(_before(optax.identity)),
+    "freeze": Case(lambda: optax.chain(_adam(), optax.freeze({"b": True, "w": False})), FROZEN),
     "inject_hyperparams": Case(
         lambda: optax.inject_hyperparams(optax.adam)(0.1),
         "works; [set them between steps](#a-rate-set-from-outside) with `js.set_hyperparams`",
@@ -177,11 +172,7 @@ OPTAX: dict[str, Case] = {
         _behind(optax.keep_params_nonnegative),
         condition="steps of `slowmo` and `diloco` can change the sign, until the next update",
     ),
-    "lbfgs": Case(
-        lambda: optax.lbfgs(),
-        condition=SEARCH,
-        is_search=True,
-    ),
+    "lbfgs": Case(lambda: optax.lbfgs(), condition=SEARCH, is_search=True),
     "lookahead": Case(
         lambda: optax.chain(
             optax.stateless(lambda grads, params: grads.fast),
@@ -215,10 +206,7 @@ OPTAX: dict[str, Case] = {
     "scale_by_distance_over_gradients": Case(
         _scaled(lambda: optax.scale_by_distance_over_gradients(1e-2)), DISTANCE
     ),
-    "scale_by_lbfgs": Case(
-        _scaled(optax.scale_by_lbfgs),
-        is_search=True,
-    ),
+    "scale_by_lbfgs": Case(_scaled(optax.scale_by_lbfgs), is_search=True),
     "scale_by_learning_rate": Case(lambda: optax.scale_by_learning_rate(0.1)),
     "scale_by_polyak": Case(_scaled(lambda: optax.scale_by_polyak()), VALUE),
     "scale_by_rprop": Case(_scaled(lambda: optax.scale_by_rprop(0.1))),
@@ -240,7 +228,6 @@ OPTAX: dict[str, Case] = {
     "stateless_with_tree_map": Case(lambda: optax.stateless_with_tree_map(lambda g, p: -0.1 * g)),
     "trace": Case(_scaled(lambda: optax.trace(0.9))),
     "with_extra_args_support": Case(lambda: optax.with_extra_args_support(_adam())),
-    "zero_nans": Case(_before(optax.zero_nans)),
 }
 
 CONTRIB: dict[str, Case] = {

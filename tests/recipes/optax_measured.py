@@ -61,14 +61,6 @@ def started(case: Case) -> tuple[js.train.TrainStep, js.TrainState]:
         return step, step.init(parameters(case))
 
 
-def trained(case: Case, batches: np.ndarray) -> js.TrainState:
-    """The state after local steps."""
-    step, state = started(case)
-    for x in batches:
-        state, _ = step(state, batch_of(case, x))
-    return state
-
-
 def measured(case: Case) -> Measured:
     """The same run twice, once with an average, by the same program."""
     step, fresh = started(case)

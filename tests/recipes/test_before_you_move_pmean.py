@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.dynamic_scale import DynamicScale
 
-import jaxslowmo as js
 from recipes.doc_blocks import run, sections
 
 PAGE = "before-you-move-pmean"
@@ -45,40 +43,17 @@ def by_hand(page: dict[str, Any], period: int, optimizer: optax.GradientTransfor
     """Local steps of every replica but one, which leaves out its bad step; averages of all."""
     replicas = [{"w": jnp.zeros(3), "b": jnp.zeros(())}] * REPLICAS
     states = [optimizer.init(params) for params in replicas]
+    grad = jax.jit(jax.grad(page["loss_fn"]))
     for t in range(UPDATES):
         for r in range(REPLICAS):
             if (r, t) != (BAD, AT):
-                grads = jax.grad(page["loss_fn"])(replicas[r], (page["x"][t, r], page["y"][t, r]))
+                grads = grad(replicas[r], (page["x"][t, r], page["y"][t, r]))
                 updates, states[r] = optimizer.update(grads, states[r], replicas[r])
                 replicas[r] = optax.apply_updates(replicas[r], updates)
         if (t + 1) % period == 0:
             mean = jax.tree.map(lambda *leaves: sum(leaves) / REPLICAS, *replicas)
             replicas = [mean] * REPLICAS
     return replicas[0]
-
-
-def selecting(page: dict[str, Any], tx: optax.GradientTransformation, *, states: bool) -> Any:
-    """A step that selects old parameters, and the old states with them, where gradients are bad."""
-
-    def step(params, opt_state, batch):
-        grads = jax.grad(page["loss_fn"])(params, batch)
-        updates, new_state = tx.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_state
-        old = params, opt_state if states else new_state
-        return page["select"](page["all_finite"](grads), new, old)
-
-    return step
-
-
-def test_a_check_behind_a_reduction_in_the_chain_trains_on_nan(page):
-    """All replicas but the one that sees the overflow, as the page says."""
-    tx = js.chain(js.all_reduce_gradients("replica"), page["adam"])
-    step = selecting(page, tx, states=True)
-    params, _ = page["train"](tx.init, step, steps=AT + 1)
-    finite = np.isfinite(params["w"]).all(axis=1)
-    assert finite.tolist() == [r == BAD for r in range(REPLICAS)]
-    params, _ = page["train"](tx.init, step, steps=AT + 2)
-    assert not np.isfinite(params["w"]).all(axis=1).any()
 
 
 def test_a_reduction_in_the_loop_trains_as_pmean_did(page):
@@ -96,60 +71,12 @@ def test_a_replica_that_skips_its_update_stays_in_step(page, name):
 
 
 def test_averages_are_those_of_replicas_trained_by_hand(page):
+    expected = by_hand(page, 3, page["adam"])
     for params in (page["trained"]["local_sgd"][0], page["scaled_params"], page["flax_params"]):
-        one = jax.tree.map(lambda leaf: leaf[0], params)
-        assert_close(one, by_hand(page, 3, page["adam"]))
+        assert_close(jax.tree.map(lambda leaf: leaf[0], params), expected)
     clipped = optax.chain(optax.clip_by_global_norm(1.0), page["adam"])
     one = jax.tree.map(lambda leaf: leaf[0], page["clipped_params"])
     assert_close(one, by_hand(page, 3, clipped))
-
-
-def test_without_a_check_or_with_one_of_the_exchange_alone_replicas_train_on_nan(page):
-    averages = page["averages"]
-    for sync in (averages, js.only_finite(averages)):
-        tx = js.chain(page["adam"], sync)
-        params, (_, state) = page["train"](tx.init, functools.partial(page["local_step"], tx))
-        bad = [not np.isfinite(b) for b in np.asarray(params["b"])]
-        # Refused exchanges leave the NaN where it was.
-        assert bad == [sync is averages or r == BAD for r in range(REPLICAS)]
-        assert_equal_counts(state)
-    tx = js.chain(optax.apply_if_finite(page["adam"], 5), js.only_finite(averages))
-    params, _ = page["train"](tx.init, functools.partial(page["local_step"], tx))
-    assert_close(params, page["trained"]["local_sgd"][0])
-
-
-def test_selecting_an_old_state_on_one_replica_sets_its_counter_back(page):
-    """The first run ends before the next exchange, for which the others would wait."""
-    tx = js.chain(page["adam"], page["averages"])
-    _, (_, sync) = page["train"](tx.init, selecting(page, tx, states=True), steps=AT + 1)
-    assert sync.count.tolist() == [AT + (r != BAD) for r in range(REPLICAS)]
-    tx = js.chain(page["adam"], js.local_sgd("replica", sync_every=20))
-    with pytest.raises(ValueError, match=f"7 updates on replica {BAD} .*8 on"):
-        page["train"](tx.init, selecting(page, tx, states=True))
-
-
-def test_selecting_old_parameters_undoes_an_exchange_in_that_step(page):
-    tx = page["local_chain"](js.local_sgd("replica", sync_every=AT + 1))
-    local_step = functools.partial(page["local_step"], tx)
-    params, _ = page["train"](tx.init, local_step, steps=AT + 1)
-    assert_consensus(params)
-    params, _ = page["train"](tx.init, selecting(page, tx, states=False), steps=AT + 1)
-    w = np.asarray(params["w"])
-    assert [np.allclose(row, w[0], atol=1e-6) for row in w] == [r != BAD for r in range(REPLICAS)]
-
-
-def test_replicas_that_decide_together_stay_in_step(page):
-    assert all(np.all(np.isfinite(leaf)) for leaf in page["together_params"].values())
-    assert_equal_counts(page["together_state"][-1], UPDATES - 1)
-
-
-def test_model_state_that_is_selected_stays_finite(page):
-    squares = np.zeros((REPLICAS, 3))
-    for t, r in np.ndindex(UPDATES, REPLICAS):
-        if (t, r) != (AT, BAD):
-            squares[r] = 0.9 * squares[r] + 0.1 * np.square(page["x"][t, r]).mean(0)
-    assert_close(page["squares"], squares)
-    assert_equal_counts(page["model_opt_state"][-1])
 
 
 def test_each_replica_lowers_its_own_loss_scale(page):
@@ -158,64 +85,3 @@ def test_each_replica_lowers_its_own_loss_scale(page):
         assert scale.tolist() == [2.0 ** (15 if r == BAD else 16) for r in range(REPLICAS)]
     for state in (scaled, page["flax_state"]):
         assert_equal_counts(state[-1])
-
-
-@pytest.mark.parametrize("axis_name", ["replica", None])
-def test_a_reduction_after_flax_dynamic_scale_comes_after_its_check(page, axis_name):
-    """If it has an `axis_name`, flax averages before the check and trains as before."""
-    reduce, adam = page["reduce"], page["adam"]
-
-    def step(params, state, batch):
-        opt_state, scale = state
-        scaled = scale.value_and_grad(page["loss_fn"], axis_name=axis_name)
-        scale, finite, _, grads = scaled(params, batch)
-        if axis_name is None:
-            grads, _ = reduce.update(grads, reduce.init(params))
-        updates, new_state = adam.update(grads, opt_state, params)
-        new = optax.apply_updates(params, updates), new_state
-        params, opt_state = page["select"](finite, new, (params, opt_state))
-        return params, (opt_state, scale)
-
-    init = functools.partial(_with_scale, adam)
-    params, _ = page["train"](init, step, steps=UPDATES if axis_name else AT + 1)
-    if axis_name:
-        assert_close(params, page["old_params"])
-    else:
-        finite = np.isfinite(params["w"]).all(axis=1)
-        assert finite.tolist() == [r == BAD for r in range(REPLICAS)]
-
-
-def _with_scale(adam: optax.GradientTransformation, params: Any) -> Any:
-    return adam.init(params), DynamicScale()
-
-
-def test_with_averaged_gradients_all_replicas_skip_together(page):
-    assert_close(page["mean_params"], page["old_params"])
-    assert page["mean_state"][-1].skipped.tolist() == [1] * REPLICAS
-
-
-def test_the_mean_of_the_norms_is_not_the_norm_of_the_mean(page):
-    of_replicas, of_mean = np.asarray(page["of_replicas"]), np.asarray(page["of_mean"])
-    assert np.ptp(of_mean) == 0
-    assert of_replicas.mean() > 1.05 * of_mean[0]
-
-
-def test_what_local_steps_send(page):
-    for name, sent in (("sync_bn", 64), ("averaged_loss", 4), ("neither", 0)):
-        assert page[name].bytes(kind="local") == sent
-        assert page[name].bytes(kind="average") > sent
-
-
-def test_the_model_is_the_mean_and_params_are_asked_for(page):
-    params, _ = page["trained"]["slowmo"]
-    assert_close(page["model"], jax.tree.map(lambda leaf: leaf[0], params))
-    early, state = page["train"](
-        page["tx"].init, functools.partial(page["local_step"], page["tx"]), steps=2
-    )
-    one = jax.tree.map(lambda leaf: leaf[0], early)
-    mean = js.consensus(early)
-    assert np.abs(np.asarray(one["w"] - mean["w"])).max() > 0.01
-    losses = jax.vmap(page["loss_fn"])(early, (page["x"][0], page["y"][0]))
-    assert js.host_mean({"loss": losses})["loss"] == pytest.approx(float(losses.mean()))
-    with pytest.raises(ValueError, match="params"):
-        page["pmap"](lambda grads, state: page["tx"].update(grads, state))(early, state)

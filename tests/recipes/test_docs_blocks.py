@@ -2,7 +2,6 @@
 
 import pytest
 
-import jaxslowmo as js
 from recipes.doc_blocks import (
     DOCS,
     LOAD_IN_TORCH,
@@ -11,7 +10,6 @@ from recipes.doc_blocks import (
     SETTING,
     TORCH,
     TPU,
-    fresh,
     num_blocks,
     of_recipe,
     outputs,
@@ -54,41 +52,12 @@ def test_recipe_runs(title):
 
 
 @pytest.mark.parametrize("page", [*PAGES.split(), "tpu"])
-def test_page_runs(page, monkeypatch, tmp_path):
+def test_page_runs(page, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("RUN", str(tmp_path / "run"))  # the folder of islands
     titles = [title for title, blocks in sections(page).items() if blocks]
     run(page, *[title for title in titles if title not in ELSEWHERE.get(page, ())])
-
-
-@pytest.mark.parametrize(
-    ("page", "titles"),
-    [
-        ("model-parallel", ["When not to pipeline"]),
-    ],
-)
-def test_it_prints_what_the_page_shows(capsys, page, titles):
-    fresh(page, *titles)
-    assert [capsys.readouterr().out] == outputs(page, titles[-1])
-
-
-def test_the_page_on_choosing_measures_a_step_with_its_all_reduce_and_one_without():
-    names = run("choosing", "How long your all-reduce takes")
-    sent = {}
-    for name, step in names["steps"].items():
-        report = js.comm_report(step, names["states"][name], names["batch"])
-        kinds = set(report.kinds) & {"every", "local"}
-        sent[name] = {kind: report.bytes(kind=kind) for kind in kinds}
-    size = sum(leaf.nbytes for leaf in names["params"].values())
-    assert sent == {"every update": {"every": size}, "never": {"local": 0}}
-    assert names["computation"] > 0
-
-
-def test_the_loop_and_its_replicas_end_alike_and_the_report_is_what_the_page_shows(capsys):
-    page = "from-a-loop-to-diloco"
-    fresh(page, "The loop", "What it sends")
-    printed = capsys.readouterr().out
-    losses = [float(line.split()[1]) for line in printed.splitlines()[:10]]
-    assert losses[4] == pytest.approx(0.24, abs=0.02)  # as the page says
-    assert losses[9] == pytest.approx(0.24, abs=0.02)
-    (shown,) = outputs(page, "What it sends")
-    assert printed.endswith(shown)
+    if page == "from-a-loop-to-diloco":
+        printed = capsys.readouterr().out
+        losses = [float(line.split()[1]) for line in printed.splitlines()[:10]]
+        assert (losses[4], losses[9]) == pytest.approx((0.24, 0.24), abs=0.02)  # as the page says
+        assert outputs(page, "What it sends")[0] in printed

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 
 from recipes.doc_blocks import DOCS, LOOP, MAPPED, SETTING, run
-from recipes.optax_cases import CASES, EVALUATE, MOVES, NOISE, names_of
-from recipes.optax_measured import BATCHES, is_known, measured, table, trained
+from recipes.optax_cases import CASES, EVALUATE, MOVES, names_of
+from recipes.optax_measured import is_known, measured, table
 from support.exhaustive import sweep
 
 # Those whose copies move are measured in tests/train/step/test_copies_follow.py, too.
-USUAL = {"adam", "dog", "dpsgd", "fromage", "lookahead", "madgrad", "mechanize", "monitor", "sam"}
-ALIKE = np.concatenate([BATCHES[:, :8]] * 2, axis=1)
+USUAL = {"adam", "dpsgd", "lookahead", "mechanize", "sam"}
 EVERY = [(module, name) for module, cases in CASES.items() for name in cases]
 
 
@@ -50,13 +49,3 @@ def test_an_average_stays(module, name):
     is_known_to_differ = bool(case.note or case.condition)
     assert found.left == pytest.approx(1, abs=0.1 if is_known_to_differ else 0.02)
     assert bool(found.moved) == case.condition.startswith((MOVES, EVALUATE))
-
-
-@pytest.mark.parametrize(
-    "name", [n for n, case in CASES["optax"].items() if case.condition == NOISE]
-)
-def test_noise_is_the_same_on_all_replicas(name):
-    """Equal data give equal parameters, and other ones than without noise."""
-    state, other = (trained(CASES["optax"][x], ALIKE) for x in (name, "sgd"))
-    assert np.ptp(state.params["w"], axis=0).max() == 0
-    assert np.abs(state.params["w"] - other.params["w"]).max() > 1e-4

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,27 +40,3 @@ def test_a_part_that_fails_or_hangs_ends_alone(gpu_day):
     assert "**Parts that have not ended: 2.**" in page
     assert "**ended with 3**\n\n```text\nreason\n```" in page
     assert "`NAME='last figure' python -c" in page
-
-
-def test_the_tests_for_accelerators_are_a_part(gpu_day, tmp_path):
-    """Also that of cuDNN's attention, which a CPU cannot run."""
-    (part,) = (
-        x for x in gpu_day.parts_of(gpu_day.Device(1, 80e9, {}), tmp_path) if x.name == "Tests"
-    )
-    command = [*part.command, "--collect-only", "-q", "-p", "no:xdist"]
-    environment = gpu_day.environment_on("cpu") | {"JAXSLOWMO_TEST_PLATFORM": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-    assert "test_attention_of_cudnn_is_near" in done.stdout
-
-
-def test_without_a_gpu_there_is_one_line(gpu_day, monkeypatch):
-    def probe(platform):
-        raise gpu_day.NoDevice("jax sees only CPUs")
-
-    monkeypatch.setattr(gpu_day, "probe", probe)
-    monkeypatch.setattr(sys, "argv", ["gpu_day.py"])
-    with pytest.raises(SystemExit) as refused:
-        gpu_day.main()
-    assert str(refused.value).startswith("gpu_day.py: no GPU that jax can use: jax sees only CPUs.")
-    assert "\n" not in str(refused.value)
