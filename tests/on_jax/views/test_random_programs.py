@@ -90,6 +90,6 @@ def test_random_programs(steps):
         wanted, gradient = in_torch(lambda x: run(steps, x))
     except RuntimeError:  # torch refuses: a list's view in place, or what backward needs is gone
         return
-    value, found = in_jax(lambda x: run(steps, x), jit=lambda function: function)
+    value, found = in_jax(lambda x: run(steps, x))
     np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found, gradient, rtol=1e-5, atol=1e-5)
