@@ -18,9 +18,7 @@ SIZE = 4 * 2**20
 ALL_REDUCE = 2 * (HOSTS - 1) / HOSTS * SIZE
 LEAST = {
     "all_reduce": ALL_REDUCE,
-    "local_sgd": ALL_REDUCE,
     "sgp": SIZE,  # one peer per step, and push-sum weights that stay 1 are not sent
-    "overlapped sgp": SIZE,
     "slowmo": ALL_REDUCE,  # a reduce-scatter and an all-gather
     "diloco": ALL_REDUCE,
     "int8": ALL_REDUCE / 4 * (1 + 4 / 256),  # codes, and a float32 scale per 256 of them
@@ -37,10 +35,10 @@ def sent(four_hosts, programs, tmp_path_factory):
         return [json.loads(run.out(rank).splitlines()[-1]) for rank in range(HOSTS)]
 
 
-@pytest.mark.parametrize("name", LEAST)
-def test_a_synchronisation_sends_little_more_than_it_must(sent, name):
+def test_a_synchronisation_sends_little_more_than_it_must(sent):
     for host in sent:
-        assert LEAST[name] <= host[name] <= 1.03 * LEAST[name], host[name] / LEAST[name]
+        for name, least in LEAST.items():
+            assert least <= host[name] <= 1.03 * least, (name, host[name] / least)
 
 
 def test_local_steps_send_almost_nothing(sent):
@@ -51,5 +49,5 @@ def test_local_steps_send_almost_nothing(sent):
     """
     for host in sent:
         local = {name: amount for name, amount in host.items() if name not in LEAST}
-        assert len(local) == 5
+        assert len(local) == 3
         assert max(local.values()) < 20_000, local

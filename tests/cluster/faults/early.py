@@ -10,15 +10,10 @@ _PROMISE = "ends within 15 s; no restart; nothing left"
 _WITHIN = 15
 
 
-@fault("SIGTERM to launch within the first 4 s, --restarts 3", _PROMISE, signal.SIGTERM, True)
-@fault("SIGINT to launch within the first 4 s, --restarts 3", _PROMISE, signal.SIGINT, True)
-@fault(
-    "SIGTERM to both parents within the first 4 s, --restarts 3", _PROMISE, signal.SIGTERM, False
-)
-def early(stand: Stand, number: int, to_launch: bool) -> None:
-    options = (*FOR_EVER, "--checkpoint-every", "10")
-    again = ("--restarts", "3")
-    run = stand.launch(*options, restarts=3) if to_launch else stand.train(*options, *again)
+@fault("SIGTERM to launch within the first 4 s, --restarts 3", _PROMISE, signal.SIGTERM)
+@fault("SIGINT to launch within the first 4 s, --restarts 3", _PROMISE, signal.SIGINT)
+def early(stand: Stand, number: int) -> None:
+    run = stand.launch(*FOR_EVER, "--checkpoint-every", "10", restarts=3)
     time.sleep(stand.random.uniform(0, 4))
     run.send(number)
     # 0: so far that it could be saved. Before Python has begun a signal simply ends it.
@@ -41,13 +36,9 @@ def between_two_starts(stand: Stand) -> None:
     assert run.err().count("starting") == starts
 
 
-_ALONE = ("--coordinator", "127.0.0.1:1", "--num-processes", "2", "--process-id", "1")
-
-
-@fault("launch is killed by SIGKILL within 2 s", "nothing of it is left 8 s later", False)
-@fault("a parent of `train` is killed by SIGKILL within 2 s", "its trainer is gone 8 s later", True)
-def orphans(stand: Stand, is_train: bool) -> None:
-    run = stand.one(*FOR_EVER, *_ALONE) if is_train else stand.launch(*FOR_EVER)
+@fault("launch is killed by SIGKILL within 2 s", "nothing of it is left 8 s later")
+def orphans(stand: Stand) -> None:
+    run = stand.launch(*FOR_EVER)
     time.sleep(stand.random.uniform(0, 2))
     run.send(signal.SIGKILL)
     run.ends(137)

@@ -18,15 +18,6 @@ def twice(stand: Stand) -> None:
     assert steps_recorded(stand.out) == list(range(1, 901))
 
 
-@fault("two runs begin in one folder at once", "one ends with 2, the other with 0")
-def at_once(stand: Stand) -> None:
-    runs = [stand.launch("--steps", "100", "--checkpoint-every", "50") for _ in range(2)]
-    for run in runs:
-        run.ends(0, 2)
-    assert sorted(run.codes for run in runs) == [(0,), (2,)]
-    assert steps_recorded(stand.out) == list(range(1, 101))
-
-
 @fault(
     "--overwrite of a finished run, killed before its first checkpoint",
     "restarts from step 1, not from the old run's checkpoint",

@@ -12,31 +12,19 @@ _WITHIN = 10
 _STILL_SECONDS = 2
 _PROMISE = "all end within 10 s with 143; the last saved step is named"
 # Late: what follows upon a step that took some seconds, as the first do, may take as long.
-_UNFINISHED = r"checkpoints/50\."
 # Where the second save hangs, or a step after the first.
-_HANGS: dict[str, Fault] = {
-    "a save hangs where process 1 writes": {
-        "process": 1,
-        "event": "os.scandir",
-        "path": rf"{_UNFINISHED}.*/ocdbt\.process_1",
-    },
-    "a save hangs where process 0 gives it its name": {
-        "process": 0,
-        "event": "os.rename",
-        "path": _UNFINISHED,
-    },
-    "process 1 hangs between two steps": {"process": 1, "step": 48},
+_SAVE: Fault = {
+    "process": 1,
+    "event": "os.scandir",
+    "path": r"checkpoints/50\..*/ocdbt\.process_1",
 }
-# From process 0's hang of a save a signal's way is that from process 1's.
-_TRIED = [
-    (what, target)
-    for what in _HANGS
-    for target in ("launch", "trainer 0", "trainer 1")
-    if target == "launch" or "process 1" in what
-]
+_STEP: Fault = {"process": 1, "step": 48}
 
 
-def _hangs(stand: Stand, what: Fault, target: str) -> None:
+@fault("a save hangs where process 1 writes; SIGTERM to launch", _PROMISE, _SAVE, "launch")
+@fault("a save hangs where process 1 writes; SIGTERM to trainer 0", _PROMISE, _SAVE, "trainer 0")
+@fault("process 1 hangs between two steps; SIGTERM to trainer 1", _PROMISE, _STEP, "trainer 1")
+def hangs(stand: Stand, what: Fault, target: str) -> None:
     options = (*FOR_EVER, "--checkpoint-every", "10")
     run = (stand.launch if target == "launch" else stand.train)(
         *options, fault={**what, "do": "hang"}
@@ -64,10 +52,6 @@ def _wait_until_still(stand: Stand, run: Run) -> None:
         return now - state[0][1] > _STILL_SECONDS
 
     run.until(is_still, "the hang")
-
-
-for _what, _target in _TRIED:
-    fault(f"{_what}; SIGTERM to {_target}", _PROMISE, _HANGS[_what], _target)(_hangs)
 
 
 @fault("SIGTERM while a save advances", "code 0; the last step is saved")

@@ -29,9 +29,7 @@ COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 # What makes a step, and its synchronisations in UPDATES updates.
 CASES = {
     "all_reduce": (lambda: {"gradients": js.all_reduce_gradients(R)}, UPDATES),
-    "local_sgd": (lambda: {"sync": js.local_sgd(R, sync_every=EVERY)}, UPDATES // EVERY),
     "sgp": (lambda: {"sync": js.sgp(R)}, UPDATES),
-    "overlapped sgp": (lambda: {"sync": js.sgp(R, overlap=1)}, UPDATES),
     "slowmo": (
         lambda: {"sync": js.slowmo(R, base=js.local_sgd(R, sync_every=999), sync_every=EVERY)},
         UPDATES // EVERY,
@@ -39,24 +37,16 @@ CASES = {
     "diloco": (lambda: {"sync": js.diloco(R, sync_every=EVERY)}, UPDATES // EVERY),
     "int8": (lambda: {"gradients": js.all_reduce_gradients(R, hook=js.hooks.int8())}, UPDATES),
     "local steps": (lambda: {"sync": js.local_sgd(R, sync_every=999)}, 1),
-    "local steps, traced": (
-        lambda: {"sync": js.local_sgd(R, sync_every=999), "mode": "traced"},
-        1,
-    ),
     # With 2 MiB of a NumPy batch on every host.
     "batches, local_sgd": (lambda: {"sync": js.local_sgd(R, sync_every=999)}, 1),
-    "batches, slowmo": (
-        lambda: {"sync": js.slowmo(R, base=js.local_sgd(R, sync_every=99), sync_every=990)},
-        1,
-    ),
     "batches, global": (
         lambda: {"sync": js.local_sgd(R, sync_every=999), "host_batch": "global"},
         1,
     ),
 }
 OWN = np.random.default_rng(RANK).normal(size=2**19).astype(np.float32)
-BATCHES = {"batches, local_sgd": OWN, "batches, slowmo": OWN}
-BATCHES["batches, global"] = np.linspace(0, 1, COUNT * 2**19, dtype=np.float32)
+WHOLE = np.linspace(0, 1, COUNT * 2**19, dtype=np.float32)
+BATCHES = {"batches, local_sgd": OWN, "batches, global": WHOLE}
 
 
 def main() -> None:

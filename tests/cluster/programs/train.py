@@ -26,8 +26,6 @@ import jaxslowmo as js  # noqa: E402
 R = "replica"
 STEP_OPTIONS = {
     "all_reduce": lambda: {"gradients": js.all_reduce_gradients(R)},
-    "local_sgd": lambda: {"sync": js.local_sgd(R, sync_every=3)},
-    "sgp": lambda: {"sync": js.sgp(R)},
     "slowmo over sgp": lambda: {"sync": js.slowmo(R, base=js.sgp(R), sync_every=4)},
     "slowmo": lambda: {
         "sync": js.slowmo(R, base=js.local_sgd(R, sync_every=2), sync_every=4, shard_state=True)
@@ -35,9 +33,6 @@ STEP_OPTIONS = {
     "diloco": lambda: {"sync": js.diloco(R, sync_every=5)},
     # With a process per replica these are sent beside the steps.
     "local_sgd, delayed": lambda: {"sync": js.local_sgd(R, sync_every=4, delay=3, merge=0.25)},
-    "slowmo, delayed": lambda: {
-        "sync": js.slowmo(R, base=js.local_sgd(R, sync_every=3), sync_every=6, delay=5)
-    },
     "diloco, in fragments": lambda: {
         "sync": js.diloco(R, sync_every=6, fragments=2, delay=2, shard_state=False)
     },
