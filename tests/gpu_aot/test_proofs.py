@@ -7,7 +7,6 @@ inside a host and between hosts, what runs beside it, how much memory it takes. 
 import itertools
 from collections.abc import Sequence
 
-import jax
 import pytest
 
 from support.gpu_steps import (
@@ -76,35 +75,6 @@ def test_overlapped_gossip_runs_beside_all_products(algorithm, place):
     assert len(permute.products) == NUM_PRODUCTS
 
 
-@each_of((algorithm + OPTION, FOUR_HOSTS) for algorithm in OVERLAPPED)
-def test_on_two_levels_gossip_overlaps_with_the_options(algorithm, place):
-    """It starts before the gradients' all-reduce, as early as the compiler's estimate asks.
-
-    All products run beside it with jax 0.10.2, 5 of 8 with jax 0.12.
-    """
-    schedule = facts(algorithm, place, "round 0").schedule
-    (permute,) = schedule.select("collective-permute")
-    (gradients,) = schedule.select("all-reduce")
-    assert permute.start < gradients.start
-    assert 2 * len(permute.products) >= NUM_PRODUCTS
-
-
-@each_of((algorithm, FOUR_HOSTS) for algorithm in OVERLAPPED)
-def test_on_two_levels_jax_0_10_does_not_overlap_without(algorithm, place):
-    """One collective at a time is under way, and the gradients' all-reduce comes first.
-
-    With jax 0.12 it depends on the sizes, and the permute of this small part comes first.
-    """
-    schedule = facts(algorithm, place, "round 0").schedule
-    (permute,) = schedule.select("collective-permute")
-    (gradients,) = schedule.select("all-reduce")
-    if jax.__version_info__ < (0, 11):
-        assert permute.products == ()
-        assert gradients.done <= permute.start
-    else:
-        assert permute.done <= gradients.start
-
-
 @each_of(itertools.product(["sgp overlap=0"], PLACES))
 def test_gossip_without_overlap_runs_behind_all_products(algorithm, place):
     schedule = facts(algorithm, place, "round 0").schedule
@@ -133,14 +103,6 @@ def test_memory_of_sharded_state(algorithm, place):
 @places(ONE_HOST, FOUR_HOSTS)
 def test_what_is_left_out(place):
     check_what_is_left_out(place)
-
-
-@each_of([("sgp overlap=1", A100S), ("diloco", A100S)])
-def test_a100s_send_the_same(algorithm, place):
-    for kind in kinds(algorithm, place):
-        found, on_h100 = (facts(algorithm, where, kind) for where in (place, ONE_HOST))
-        assert found.rows == on_h100.rows
-        assert found.argument_bytes == on_h100.argument_bytes
 
 
 @each_of([("sgp overlap=1", A100S)])

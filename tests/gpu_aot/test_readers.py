@@ -137,13 +137,3 @@ def test_estimated_times_add_up_in_the_order_of_the_schedule():
         exposed=(40 - beside_scatter) + (30 - copy) + 7 + 9 + 5 * 8,
         by_bytes=softmax + copy,
     )
-    hidden = HLO.replace(sol(40), sol(20)).replace(sol(4), sol(16))
-    found = read_estimate(hidden, 1e6 * BYTES_PER_MICROSECOND)
-    assert found.exposed == (30 - copy) + 7 + 9 + 5 * (8 + 16 - 14)
-    assert found.step == found.kernels + found.exposed
-
-
-@pytest.mark.parametrize("placeholder", [1, 5000])
-def test_a_collective_without_an_estimate_is_an_error(placeholder):
-    with pytest.raises(AssertionError, match="blocks"):
-        read_estimate(HLO.replace(sol(7), sol(placeholder)), 1e12)

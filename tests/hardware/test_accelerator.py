@@ -80,14 +80,10 @@ AVERAGE = js.local_sgd("replica", sync_every=2)
 ALGORITHMS = {
     "all_reduce": {"gradients": js.all_reduce_gradients("replica", bucket_bytes=4096)},
     "int8": {"gradients": js.all_reduce_gradients("replica", hook=js.hooks.int8())},
-    "powersgd": {"gradients": js.all_reduce_gradients("replica", hook=js.hooks.powersgd())},
-    "local_sgd": {"sync": AVERAGE},
     "slowmo, host": {"sync": js.slowmo("replica", base=AVERAGE, sync_every=4), "mode": "host"},
-    "slowmo, traced": {"sync": js.slowmo("replica", base=AVERAGE, sync_every=4)},
     "sgp": {"sync": js.sgp("replica", overlap=1), "mode": "host"},
     "diloco": {"sync": js.diloco("replica", sync_every=3)},
     "diloco, fp8": {"sync": js.diloco("replica", sync_every=3, codec=js.codecs.fp8())},
-    "local_sgd, int4": {"sync": js.local_sgd("replica", sync_every=3, codec=js.codecs.int4())},
     "diloco, top_k": {
         "sync": js.diloco("replica", sync_every=3, codec=js.codecs.top_k(0.2, values="bits2"))
     },

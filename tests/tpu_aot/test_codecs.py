@@ -28,10 +28,7 @@ CASES = {
 }
 # Share of the bytes of float32, at most.
 FEW_BITS = {
-    "int4, whole": (js.codecs.int4(), False, REPLICAS, 0.14),
     "int4, sharded": (js.codecs.int4(), True, REPLICAS, 0.14),
-    "int8, sharded": (js.codecs.int8(), True, REPLICAS, 0.27),
-    "int4, 16 replicas": (js.codecs.int4(), False, 16, 0.14),
     "int8, 16 replicas": (js.codecs.int8(), False, 16, 0.27),
     "bfloat16, whole": (js.codecs.bfloat16(error_feedback=True), False, REPLICAS, 0.51),
 }
@@ -46,13 +43,9 @@ def mesh_of(replicas):
     return tpu_mesh({8: "v5e:2x4", 16: "v5e:4x4"}[replicas], {"replica": replicas})
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    return mesh_of(REPLICAS)
-
-
 @pytest.mark.parametrize("event", CASES)
-def test_a_compiled_exchange_is_in_16_bits(event, mesh):
+def test_a_compiled_exchange_is_in_16_bits(event):
+    mesh = mesh_of(REPLICAS)
     sync, dtype = CASES[event]
     (row,) = report_of_sync(sync, PARAMS, mesh, (event,)).select(level="compiled")
     assert (row.axis, row.count, row.dtypes) == ("replica", 1, (dtype,))
@@ -62,23 +55,19 @@ def test_a_compiled_exchange_is_in_16_bits(event, mesh):
 @pytest.mark.parametrize("case", FEW_BITS)
 def test_a_compiled_slow_step_is_in_few_bits(case):
     codec, shard_state, replicas, share = FEW_BITS[case]
-    mesh = mesh_of(replicas)
-    report, plain = (
-        report_of_sync(
-            js.diloco("replica", sync_every=2, codec=x, shard_state=shard_state),
-            PARAMS, mesh, ("slow",),
-        )
-        for x in (codec, None)
-    )  # fmt: skip
+    sync = js.diloco("replica", sync_every=2, codec=codec, shard_state=shard_state)
+    report = report_of_sync(sync, PARAMS, mesh_of(replicas), ("slow",))
+    plain = 2 * 4 * SIZE * (replicas - 1) / replicas  # an all-reduce of float32
     for level in ("emitted", "compiled"):
         rows = report.select(level=level)
         assert {row.collective for row in rows} == {"all-to-all", "all-gather"}, level
         assert {row.dtypes for row in rows} == {("uint8",)}, level
-        assert report.wire_bytes(level=level) <= share * plain.wire_bytes(level="emitted"), level
+        assert report.wire_bytes(level=level) <= share * plain, level
 
 
-def test_bytes_stay_bytes(mesh):
+def test_bytes_stay_bytes():
     """In tiles of whole rows too, so that no padding travels besides."""
+    mesh = mesh_of(REPLICAS)
     tx = js.all_reduce_gradients("replica", hook=js.hooks.int8(), bucket_bytes=10**9)
     lowered = lowered_update(tx, jax.ShapeDtypeStruct((250_000,), jnp.float32), mesh)
     report = js.comm_report_of(lowered, mesh=mesh, compile=False)

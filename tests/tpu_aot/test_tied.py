@@ -18,7 +18,6 @@ CASES = {
     # Axes that are mapped, stages that hold both; what each device sends, and the bytes of it.
     "parts of leaves": (MAPPED[:2], (0, 3), ("collective-permute", 2, WHOLE // 2)),
     "three stages": (MAPPED, (0, 1, 3), ("collective-permute", 4, 4 * WHOLE)),
-    "all stages": (MAPPED, (0, 1, 2, 3), ("all-reduce", 1, WHOLE)),
 }
 
 
