@@ -60,13 +60,6 @@ def test_a_round_with_two_peers_and_one_in_16_bits_run_beside_all_products():
     check_beside(in_16_bits["round 1"], mesh, num_bytes=BYTES // 2)
 
 
-def test_static_graph_traced():
-    lowered = programs(eight(), graph=js.topology.ring, overlap=2, mode="traced")["all"]
-    schedule = schedule_of(lowered)
-    assert (len(schedule.starts), schedule.in_branches) == (1, 0)
-    assert schedule.runs_beside, schedule
-
-
 def test_dynamic_graph_traced_does_not_overlap():
     """Each round stands in a branch of a conditional, and nothing runs beside a conditional."""
     lowered = programs(eight(), mode="traced")["all"]
@@ -110,19 +103,6 @@ def test_five_permutes_are_under_way_without_the_recommended_option():
     options = js.recommended_compiler_options(mesh)
     lowered = programs(mesh, graph=js.topology.complete, options=options)["round 0"]
     check_beside(lowered, mesh, permutes=7, num_bytes=7 * BYTES)
-
-
-def test_large_v5e_overlaps_some_graphs_only():
-    """v5e beyond 16 chips: a permute overlaps if every pair is 2^k chips apart in a row or column.
-
-    Elsewhere it blocks. So the default graph does there, and a hypercube does not.
-    """
-    mesh = tpu_mesh("v5e:8x8", {"replica": 64})
-    schedule = schedule_of(programs(mesh)["round 0"])
-    assert (schedule.starts, schedule.blocking) == ((), 1)
-    found = programs(mesh, graph=js.topology.hypercube)
-    assert len(found) == 6
-    check_beside(found["round 5"], mesh)
 
 
 def test_gossip_overlaps_with_the_recommended_options():

@@ -6,11 +6,9 @@ The rule for the buffer's shape stands in `jaxslowmo/collectives/_scatter.py`.
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.described import report_of_sync, shapes_on
+from support.described import report_of_sync
 from support.tpu_slices import tpu_mesh
 
 
@@ -21,7 +19,6 @@ def shapes(*leaves: tuple[int, ...]):
 # The blocks of the second leaf are whole tiles: it is large enough to be sent as it lies.
 MEDIUM = shapes((2053, 1024), (1024, 3072), (3001,), ())
 WHOLE_SLICE = ("v5e:2x4", {"replica": 8})
-SUBGROUP = ("v6e:4x4", {"replica": 8, "device": 2})
 TWO_LEVELS = ("v5e:2x4", {"replica": 4, "device": 2})
 TORUS = ("v5e:4x4", {"row": 4, "column": 4})
 
@@ -40,11 +37,10 @@ def num_bytes(params, replicas) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("slice_of", "phase", "local"),
     [
-        (SUBGROUP, ("slow",), {}),
         (TWO_LEVELS, ("slow",), {"local_axis_name": "device"}),
         (WHOLE_SLICE, None, {}),
     ],
-    ids=["subgroup", "two levels", "traced"],
+    ids=["two levels", "traced"],
 )
 def test_reduce_scatter_is_true(slice_of, phase, local):
     """As many reduce-scatters as all-gathers of blocks; one all-reduce of what stays whole.
@@ -84,18 +80,3 @@ def test_torus_as_two_replica_axes():
             assert found.count(axis=axis, collective=name, level="compiled") == 2
             sent = found.bytes(axis=axis, collective=name, level="compiled")
             assert sent == pytest.approx(cut * share, rel=0.02)
-
-
-def test_without_the_rule_a_flat_buffer_becomes_an_all_reduce():
-    mesh = tpu_mesh(*WHOLE_SLICE)
-
-    def exchange(x):
-        part = lax.psum_scatter(x, "replica", tiled=True)
-        return lax.all_gather(part, "replica", tiled=True)
-
-    spec = P("replica")
-    fn = jax.shard_map(exchange, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    x = shapes_on(jax.ShapeDtypeStruct((8 * 2**20,), jnp.float32), mesh, spec)
-    rows = js.comm_report_of(jax.jit(fn).lower(x), mesh=mesh).select(level="compiled")
-    names = ["all-reduce", "all-gather"]
-    assert [(row.collective, row.bytes) for row in rows] == [(name, 2**22) for name in names]
