@@ -69,7 +69,6 @@ def elementwise():
         "power 1": lambda x: x**1,
         "power 3": lambda x: x**3,
         "of power 2 by 0": lambda x: 2.0**x,
-        "of power 0": lambda x: torch.pow(0.0, x.abs()),
         "remainder": lambda x: torch.remainder(x, 3.0) + torch.fmod(x, 3.0),
         "where of a log": lambda x: torch.where(x > 0, x.clamp(min=1e-3).log(), 0.0),
         "copysign": lambda x: torch.copysign(x, torch.tensor(-1.0)),
@@ -92,7 +91,6 @@ def positive():
         "acosh": lambda x: torch.acosh(x + 1),
         "igamma": lambda x: torch.igamma(two, x),
         "igammac": lambda x: torch.igammac(two, x),
-        "polygamma": lambda x: torch.polygamma(1, x + 0.5) + torch.mvlgamma(x + 2, 2),
         "zeta": lambda x: torch.special.zeta(two, x + 1),
     }
 
@@ -123,24 +121,11 @@ def pairs():
         "hinge_embedding_loss": lambda x, y: F.hinge_embedding_loss(x, NONZERO.sign(), 1.0) * y,
         "dist of order 1": lambda x, y: torch.dist(x, y, 1),
         "dist to itself": lambda x, y: torch.dist(x, x) + torch.dist(y, y, 1),
-        "where of a quotient": lambda x, y: torch.where(y != 0, x / y, x),
-        "maximum of rows": lambda x, y: torch.maximum(x.view(4, 3), y[:3]),
-        "power of rows": lambda x, y: x.view(4, 3).abs() ** y[3:4],
-        "lerp": lambda x, y: torch.lerp(x, y, 0.5) + torch.lerp(x, y, x),
         "pairwise_distance": lambda x, y: F.pairwise_distance(x, y, eps=0.0),
         "cosine_similarity": lambda x, y: F.cosine_similarity(x * 0, y, dim=0),
-        "kl_div": lambda x, y: F.kl_div(x, y.abs(), reduction="none"),
-        "poisson_nll_loss": lambda x, y: F.poisson_nll_loss(x, y.abs(), full=True),
         "binary_cross_entropy_with_logits": lambda x, y: F.binary_cross_entropy_with_logits(
             x * 100, y.abs().clamp(max=1.0), reduction="none"
         ),
-        "put_": lambda x, y: (x * 1.0).put_(REPEATED, y[:4], accumulate=True),
-        "index_put": lambda x, y: x.index_put((REPEATED,), y[:4], accumulate=True),
-        "index_add": lambda x, y: x.index_add(0, REPEATED, y[:4], alpha=2.0),
-        "scatter_add": lambda x, y: x.scatter_add(0, REPEATED, y[:4]),
-        "gather": lambda x, y: x.gather(0, REPEATED) * y[:4],
-        "masked_scatter": lambda x, y: x.masked_scatter(torch.arange(12) % 3 == 0, y),
-        "cross": rows(torch.linalg.cross),
         "triplet_margin_loss": rows(lambda x, y: F.triplet_margin_loss(x, x, y, 0.5, eps=0.0)),
         "cosine_embedding_loss": rows(
             lambda x, y: F.cosine_embedding_loss(x, y, torch.tensor([1, -1, 1, -1]))
@@ -187,9 +172,6 @@ def reductions():
         "mode": lambda x: x[:1].mode(0)[0],
         "kthvalue": lambda x: (x + three).kthvalue(2, 1)[0],
         "topk": lambda x: (x + three).topk(2, 1)[0] + (x + three).topk(2, 1, largest=False)[0],
-        "norm": lambda x: x.norm(dim=1),
-        "renorm": lambda x: x.renorm(2, 0, 1.0) + x.renorm(1, 0, 3.0),
-        "diff": lambda x: x.diff(dim=1).abs(),
         "max_pool1d": lambda x: F.max_pool1d(x[None], 2, 1),
         "nuclear": lambda x: torch.linalg.svdvals(x).sum(),
         "pdist": F.pdist,
@@ -201,8 +183,6 @@ def reductions():
         "multilabel_soft_margin_loss": lambda x: F.multilabel_soft_margin_loss(
             x * 100, (TIES > 1).float()
         ),
-        "embedding": lambda x: F.embedding(REPEATED, x),
-        "embedding_bag": lambda x: F.embedding_bag(REPEATED.view(2, 2), x, mode="max"),
     }
 
 
@@ -220,10 +200,6 @@ def of_zeros():
         "cosine_similarity": lambda x: F.cosine_similarity(x, x.flip(0), dim=1),
         "prod of all": torch.prod,
         "std without correction": lambda x: x.std(1, unbiased=False) + x[0].std(),
-        "layer_norm": lambda x: F.layer_norm(x, (3,)) + F.rms_norm(x, (3,)),
-        "group_norm": lambda x: F.group_norm(x, 1),
-        "local_response_norm": lambda x: F.local_response_norm(x[None, :, :, None], 2),
-        "weight_norm": lambda x: torch._weight_norm(x + 1, x[:, :1].abs(), 0),
         "pdist": lambda x: F.pdist(x) + F.pdist(x, 1.0),
         "pdist of infinite order": lambda x: F.pdist(x, INF),
         "cdist to itself": lambda x: torch.cdist(x, x),
@@ -232,12 +208,9 @@ def of_zeros():
         "complex abs": lambda x: torch.complex(x, x * 2).abs(),
         "complex norm": lambda x: vector(torch.complex(x, x * 2), dim=1),
         "complex deviation": lambda x: torch.complex(x, x * 2).std(1),
-        "complex power": lambda x: (torch.complex(x, x + 1) ** 2).real,
         "complex sinc": lambda x: torch.sinc(torch.complex(x, x * 2)).imag,
         "complex angle": lambda x: torch.complex(x, x * 0 + 1).angle(),
         "abs of a spectrum": lambda x: torch.fft.rfft(x, dim=1).abs(),
-        "det": lambda x: torch.linalg.det(x[1:] * 1.0),
-        "linear of zeros": lambda x: (F.relu(x @ torch.zeros(3, 3)) + x).abs(),
     }
 
 
@@ -281,8 +254,6 @@ def saturated():
         "cross_entropy of none": lambda x: F.cross_entropy(x, torch.tensor([-100, -100, -100])),
         "nll_loss weighted": lambda x: F.nll_loss(x, ids, weight=torch.tensor([0.0, 1.0, 2.0])),
         "binary_cross_entropy of sigmoid": lambda x: bce(x.sigmoid(), (x <= 0).float()),
-        "log of sigmoid": lambda x: (x.sigmoid() + 1e-8).log(),
-        "one hot straight through": lambda x: x + (x.round() - x).detach(),
         "PPO": lambda x: torch.min((x - x.detach()).exp(), (x - x.detach()).exp().clamp(0.8, 1.2)),
         "KL of itself": lambda x: F.kl_div(x.log_softmax(1), x.softmax(1), reduction="batchmean"),
     }
@@ -292,7 +263,6 @@ def probabilities():
     return {
         "binary_cross_entropy": lambda x: F.binary_cross_entropy(x, LABELS, reduction="none"),
         "binary_cross_entropy weighted": lambda x: F.binary_cross_entropy(x, LABELS, LABELS),
-        "entropy": torch.special.entr,
         "xlogy": lambda x: torch.xlogy(LABELS, x),
         "kl_div": lambda x: F.kl_div(x, LABELS, reduction="none"),
         "logit of eps": lambda x: torch.logit(x, 1e-6),
@@ -322,13 +292,6 @@ def images():
         "of one image": lambda x: sum(F.max_pool2d(x[0], 2, return_indices=True)),
         "max_pool1d": lambda x: F.max_pool1d(x[0], 2),
         "max_pool1d dilated, of one": lambda x: F.max_pool1d(x[0, 0], 3, 2, 1, 2, ceil_mode=True),
-        "avg_pool2d": lambda x: F.avg_pool2d(x, 3, 2, 1, True, False),
-        "interpolate bilinear": lambda x: F.interpolate(x, size=5, mode="bilinear"),
-        "grid_sample": lambda x: F.grid_sample(
-            x, x[:, :, :2].permute(0, 2, 3, 1) - 0.5, align_corners=False
-        ),
-        "reflection": lambda x: F.pad(x, (1, 2, 0, 1), mode="reflect"),
-        "replication": lambda x: F.pad(x, (1, 2, 0, 1), mode="replicate"),
     }
 
 

@@ -48,7 +48,7 @@ def test_an_export_is_the_model_in_torch():
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-EXECUTORS = [("one_program", "zero_bubble"), ("host", "one_f_one_b"), ("host", "zero_bubble")]
+EXECUTORS = [("one_program", "zero_bubble"), ("host", "one_f_one_b")]
 
 
 @pytest.mark.parametrize("title", TORCH)

@@ -137,16 +137,6 @@ def test_importing_it_changes_nothing_and_says_what_is_missing(missing):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_mode_is_that_of_the_time():
-    module = nn.Dropout(0.5)
-    trains = jax.jit(on_jax.as_apply(module))
-    evaluates = jax.jit(on_jax.as_apply(module.eval()))
-    x = jnp.ones(64)
-    assert (trains({}, {}, x, rng=jax.random.key(0)) == 0).any()
-    np.testing.assert_array_equal(evaluates({}, {}, x), x)
-    assert not module.training
-
-
 def test_settings_of_torchax_are_its_own():
     import torchax
 

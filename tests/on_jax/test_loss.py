@@ -1,6 +1,5 @@
 """What goes into a loss and a module, what comes out, and what is written back."""
 
-import collections
 import copy
 import dataclasses
 
@@ -53,18 +52,6 @@ def test_a_dict_of_tokens_a_dataclass_and_metrics():
     assert output["logits"].shape == (2, 2, 3)
 
 
-Pair = collections.namedtuple("Pair", "first second")
-
-
-@pytest.mark.parametrize("batch", [Pair(X, X), {"a": X, "b": [X, 2, None]}])
-def test_batches_keep_their_structure(batch):
-    def loss(module, given):
-        assert type(given) is type(batch) or isinstance(given, torch.Tensor)
-        return module(next(x for x in jax.tree.leaves(given) if hasattr(x, "shape"))).mean()
-
-    assert np.isfinite(run(loss, batch)[0])
-
-
 class Returns(nn.Module):
     def __init__(self, make):
         super().__init__()
@@ -83,10 +70,8 @@ def test_results_and_arguments_of_a_module():
     apply = on_jax.as_apply(Returns(lambda x, scale, flag: x * scale if flag else x))
     np.testing.assert_array_equal(apply({}, {}, X, scale=2 * X, flag=True), 2 * X)
     np.testing.assert_array_equal(apply({}, {}, X, scale=X, flag=False), X)
-    for make, where in ((lambda x: {1, 2}, "got a set"), (lambda x: [object()], "result[0]")):
-        with pytest.raises(ValueError, match="as_apply") as error:
-            on_jax.as_apply(Returns(make))({}, {}, X)
-        assert where in str(error.value)
+    with pytest.raises(ValueError, match=r"as_apply.*got a set"):
+        on_jax.as_apply(Returns(lambda x: {1, 2}))({}, {}, X)
 
 
 def test_gradients_of_complex_numbers_are_those_of_jax():

@@ -1,6 +1,5 @@
 """Python exceptions in one process, and crashes that come again."""
 
-import re
 import signal
 
 from faults.registry import fault
@@ -21,21 +20,6 @@ def raised(stand: Stand, process: int) -> None:
     assert "starting" not in run.err()
     assert "RuntimeError: of this test" in run.err(process)
     assert f"process {process} has ended: RuntimeError: of this test" in run.err(1 - process)
-
-
-@fault(
-    "SIGSEGV at step 7 of every start, --restarts 9",
-    "waits of 1, 2, 4, 8 s; no start after the fifth failure",
-)
-def crash_loop(stand: Stand) -> None:
-    # At its first save, and not a step later or earlier.
-    fault_ = {"process": 0, "event": "os.mkdir", "path": r"checkpoints/7\.", "do": "signal"}
-    fault_["signal"] = int(signal.SIGSEGV)
-    run = stand.launch(*FOR_EVER, "--checkpoint-every", "7", restarts=9, fault=fault_)
-    run.ends(128 + signal.SIGSEGV, 75, within=150)
-    waits = re.findall(r"^launch: .*starting again in (\d+) s", run.err(), re.MULTILINE)
-    assert waits == ["1", "2", "4", "8"], waits
-    assert "after 5 failures in a row at step 7" in run.err()
 
 
 @fault(

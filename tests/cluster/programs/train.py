@@ -1,8 +1,11 @@
 """Train a small network by every algorithm; write losses and parameters of this process's replicas.
 
+With a process per replica it also prints what its host sends, as JSON.
+
 Arguments: rank, processes, devices per process (0: one device, replicas by vmap), output file.
 """
 
+import json
 import sys
 
 import numpy as np
@@ -20,6 +23,7 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
+from sent import bytes_sent  # noqa: E402
 
 import jaxslowmo as js  # noqa: E402
 
@@ -89,6 +93,8 @@ def main() -> None:
             for replica, array in own(value).items():
                 found[f"{name}/{replica}/{leaf}"] = array
     np.savez(sys.argv[4], **found)
+    if jax.process_count() == REPLICAS:
+        print(json.dumps(bytes_sent(mesh)))
     print("devices", jax.local_device_count(), "of", jax.device_count(), flush=True)
 
 

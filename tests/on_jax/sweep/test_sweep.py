@@ -1,7 +1,7 @@
 """Every operation and module of torch, with torch's own samples: values and gradients are torch's.
 
 `outcomes.txt` says of each that all of its calls agree, which operations some of them are refused
-by, or how one differs. `pytest sweep` makes a few calls of each, `pytest sweep -m exhaustive` all.
+by, or how one differs. `pytest sweep` makes one call of each, `pytest sweep -m exhaustive` all.
 """
 
 import pytest
@@ -36,13 +36,12 @@ def unlisted(name: str, found: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("name", LISTED)
-def test_a_few_calls(name):
-    number = 1 if name.startswith("Module ") else 2
-    assert not unlisted(name, outcomes(name, torch.float32, number))
+def test_one_call(name):
+    assert not unlisted(name, outcomes(name, torch.float32, 1))
 
 
-@pytest.mark.parametrize("name", [*LISTED][::16])
-def test_a_few_calls_in_half_precision(name):
+@pytest.mark.parametrize("name", [*LISTED][::24])
+def test_one_call_in_half_precision(name):
     assert not unlisted(name, outcomes(name, torch.bfloat16, 1))
 
 
