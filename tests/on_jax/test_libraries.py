@@ -17,9 +17,6 @@ from torch import nn
 from support.exhaustive import sweep
 from torch_compat import on_jax
 
-TOLERANCE = 2e-6
-# Sums over many batch norms, and logits that are scaled.
-ROUGH = {"timm's ResNet-18": 5e-5, "CLIP": 2e-5}
 RATE = 0.01
 TOKENS = 11
 OF_DROPOUT = (
@@ -44,13 +41,6 @@ def images(size: int = 32) -> dict[str, np.ndarray]:
     return {"pixel_values": pixels, "labels": np.array([0, 2], np.int32)}
 
 
-def pairs() -> dict[str, np.ndarray]:
-    ids = np.random.default_rng(1).integers(1, TOKENS - 1, (2, 6)).astype(np.int32)
-    ids[:, -1] = TOKENS - 1  # the end
-    pixels = images(8)["pixel_values"]
-    return {"input_ids": ids, "pixel_values": pixels, "return_loss": np.array(True)}
-
-
 # The class of transformers, with {} in the place of "Config", its options, and data; or of timm.
 MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
     "GPT-2": (
@@ -58,21 +48,11 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
         {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": TOKENS, **NO_DROPOUT},
         text,
     ),
-    "Llama": ("Llama{}ForCausalLM", OF_TEXT | {"num_key_value_heads": 1}, text),
     "T5": (
         "T5{}ForConditionalGeneration",
         {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, **NO_DROPOUT}
         | {"vocab_size": TOKENS, "decoder_start_token_id": 0},
         text,
-    ),
-    "CLIP": (
-        "CLIP{}Model",
-        {
-            "text_config": OF_TEXT | {"eos_token_id": TOKENS - 1},
-            "vision_config": LAYERS | {"image_size": 8, "patch_size": 4},
-            "projection_dim": 8,
-        },
-        pairs,
     ),
     "DeBERTa": (
         "DebertaV2{}ForMaskedLM",
@@ -92,7 +72,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], Any]] = {
     ),
     "timm's ResNet-18": ("resnet18", {"num_classes": 3}, lambda: images(64)),
 }
-SELDOM = ("Llama", "CLIP", "timm's ResNet-18")
 
 
 def made(name: str) -> nn.Module:
@@ -115,7 +94,7 @@ def loss(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return F.cross_entropy(module(batch["pixel_values"]), batch["labels"])
 
 
-@pytest.mark.parametrize("name", sweep(MODELS, lambda name: name not in SELDOM))
+@pytest.mark.parametrize("name", sweep(MODELS, lambda name: "ResNet" not in name))
 def test_losses_gradients_and_three_steps_are_torchs(name):
     module, batch = made(name).train(), MODELS[name][2]()
     loss_fn, params, state = on_jax.as_loss(module, loss)
@@ -131,7 +110,10 @@ def test_losses_gradients_and_three_steps_are_torchs(name):
         assert abs(float(found) - wanted.item()) <= 2e-5 * abs(wanted.item())
         if number == 0:
             all_ = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-            atol = ROUGH.get(name, TOLERANCE) * max(float(g.abs().max()) for g in all_.values())
+            # Of sums over many batch norms.
+            atol = (5e-5 if "ResNet" in name else 2e-6) * max(
+                float(g.abs().max()) for g in all_.values()
+            )
             for n, gradient in gradients.items():
                 of_torch = all_[n].numpy() if n in all_ else np.zeros(gradient.shape)
                 np.testing.assert_allclose(gradient, of_torch, rtol=0, atol=atol, err_msg=n)

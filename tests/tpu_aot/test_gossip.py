@@ -74,25 +74,6 @@ def test_dynamic_graph_traced_does_not_overlap():
         assert row.bytes == BYTES
 
 
-def test_push_sum_weights():
-    """An irregular graph sends 4 bytes of weight with every permute.
-
-    The compiler makes the update part of the products that give the weights' gradients, and so
-    these come after the exchange; the others run beside it.
-    """
-    mesh = eight()
-    book = [[(i + 1) % 8] for i in range(8)]
-    book[0].append(4)
-    lowered = programs(mesh, graph=js.topology.from_phone_book(book, None))["round 0"]
-    schedule = schedule_of(lowered)
-    assert len(schedule.starts) == 4
-    assert max(schedule.starts) < schedule.products[0]
-    assert 2 * schedule.num_beside >= len(schedule.products), schedule
-    (row,) = js.comm_report_of(lowered, mesh=mesh).select(level="compiled")
-    assert (row.axis, row.collective) == ("replica", "collective-permute")
-    assert (row.count, row.bytes) == (4, 2 * (BYTES + 4))
-
-
 def test_five_permutes_are_under_way_without_the_recommended_option():
     """The others come before the products."""
     mesh = eight()

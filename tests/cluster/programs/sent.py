@@ -44,7 +44,7 @@ def bytes_sent(mesh: jax.sharding.Mesh) -> dict[str, float]:
     own = np.random.default_rng(jax.process_index()).normal(size=2**19).astype(np.float32)
     whole = np.linspace(0, 1, count * 2**19, dtype=np.float32)
     batches = {"batches, local_sgd": own, "batches, global": whole}
-    ones = jax.make_array_from_callback((count,), split, lambda i: np.ones(COUNT, np.float32)[i])
+    ones = jax.make_array_from_callback((count,), split, lambda i: np.ones(count, np.float32)[i])
     total = jax.jit(
         jax.shard_map(lambda x: lax.psum(x, R), mesh=mesh, in_specs=P(R), out_specs=P())
     )
