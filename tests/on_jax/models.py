@@ -63,24 +63,6 @@ class Counting(nn.Module):
         return y + self.seen
 
 
-class Dropping(nn.Module):
-    """Two layers of dropout, which may be told what to keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.drops = nn.ModuleList([nn.Dropout(0.25), nn.Dropout(0.5)])
-
-    def masks(self) -> tuple[torch.Tensor, ...]:
-        shapes = ((BATCH, 8), (BATCH, 16))
-        return tuple(drop(torch.ones(s)) for drop, s in zip(self.drops, shapes, strict=True))
-
-    def forward(self, x, masks=None):
-        x = x * masks[0] if masks else self.drops[0](x)
-        x = F.relu(self.first(x))
-        return self.second(x * masks[1] if masks else self.drops[1](x))
-
-
 BATCH = 8
 
 
@@ -169,18 +151,13 @@ def step_of(
     return step, step.init(params, model_state=model_state)
 
 
-def trained_by_torch(
-    module: nn.Module,
-    batches: Iterable[Any],
-    rate: float = 0.1,
-    of_batch: Callable[..., Any] = loss,
-) -> list[float]:
+def trained_by_torch(module: nn.Module, batches: Iterable[Any], rate: float = 0.1) -> list[float]:
     """Train in place by SGD with momentum; the losses."""
     optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9)
     losses = []
     for batch in batches:
         optimizer.zero_grad()
-        value, _ = of_batch(module, in_torch(batch))
+        value, _ = loss(module, in_torch(batch))
         value.backward()
         optimizer.step()
         losses.append(value.item())

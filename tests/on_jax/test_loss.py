@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from views.differentiated import Function
 
 from torch_compat import on_jax
 
@@ -52,30 +53,21 @@ def test_a_dict_of_tokens_a_dataclass_and_metrics():
     assert output["logits"].shape == (2, 2, 3)
 
 
-class Returns(nn.Module):
-    def __init__(self, make):
-        super().__init__()
-        self.make = make
-
-    def forward(self, x, **options):
-        return self.make(x, **options)
-
-
 def test_results_and_arguments_of_a_module():
-    apply = on_jax.as_apply(Returns(lambda x: {"a": (x, [x.sum(), None]), "b": 3, "c": x > 1}))
+    apply = on_jax.as_apply(Function(lambda x: {"a": (x, [x.sum(), None]), "b": 3, "c": x > 1}))
     out = jax.jit(apply)({}, {}, X)
     np.testing.assert_array_equal(out["a"][0], X)
     assert out["a"][1] == [6.0, None]
     assert (out["b"], out["c"].dtype) == (3, bool)
-    apply = on_jax.as_apply(Returns(lambda x, scale, flag: x * scale if flag else x))
+    apply = on_jax.as_apply(Function(lambda x, scale, flag: x * scale if flag else x))
     np.testing.assert_array_equal(apply({}, {}, X, scale=2 * X, flag=True), 2 * X)
     np.testing.assert_array_equal(apply({}, {}, X, scale=X, flag=False), X)
     with pytest.raises(ValueError, match=r"as_apply.*got a set"):
-        on_jax.as_apply(Returns(lambda x: {1, 2}))({}, {}, X)
+        on_jax.as_apply(Function(lambda x: {1, 2}))({}, {}, X)
 
 
 def test_gradients_of_complex_numbers_are_those_of_jax():
-    apply = on_jax.as_apply(Returns(lambda x: (x * x * (1 + 2j)).imag.sum()))
+    apply = on_jax.as_apply(Function(lambda x: (x * x * (1 + 2j)).imag.sum()))
     x = jnp.asarray([1 + 2j, 3 - 1j], jnp.complex64)
     found = jax.grad(lambda x: apply({}, {}, x))(x)
     wanted = jax.grad(lambda x: (x * x * (1 + 2j)).imag.sum())(x)

@@ -27,9 +27,9 @@ CASES = {
 }
 
 
-def trained_by_jax(module, batches, of_batch=models.loss, masks=None):
+def trained_by_jax(module, batches):
     """Losses, parameters and model state after SGD with momentum, jitted."""
-    loss_fn, params, model_state = on_jax.as_loss(module, of_batch)
+    loss_fn, params, model_state = on_jax.as_loss(module, models.loss)
     optimizer = optax.sgd(0.1, momentum=0.9)
 
     @jax.jit
@@ -57,32 +57,3 @@ def test_it_ends_where_torch_does(case):
     np.testing.assert_allclose(losses, wanted, atol=models.TOLERANCE)
     assert abs(wanted[-1] - wanted[0]) > 0.01
     models.assert_close({**params, **model_state}, models.held(module))
-
-
-def test_dropout_of_the_same_masks():
-    module, batches = models.Dropping(), models.rows(STEPS)
-    losses, params, _ = trained_by_jax(module, batches)
-
-    class Masks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = module
-
-        def forward(self):
-            return self.inner.masks()
-
-    draw = jax.jit(on_jax.as_apply(Masks()))
-    of_inner = {f"inner.{name}": x for name, x in params.items()}
-    keys = [jax.random.key(number) for number in range(STEPS)]
-    masks = [jax.tree.map(np.array, draw(of_inner, {}, rng=key)) for key in keys]
-    kept = [[float((m > 0).mean()) for m in pair] for pair in masks]
-    np.testing.assert_allclose(np.mean(kept, 0), [0.75, 0.5], atol=0.04)
-
-    def told(module, batch):
-        output = module(batch["x"], batch["masks"])
-        return nn.functional.cross_entropy(output, batch["y"].long()), {}
-
-    with_masks = [{**b, "masks": m} for b, m in zip(batches, masks, strict=True)]
-    wanted = models.trained_by_torch(module, with_masks, of_batch=told)
-    np.testing.assert_allclose(losses, wanted, atol=models.TOLERANCE)
-    models.assert_close(params, models.held(module))

@@ -19,8 +19,8 @@ class Function(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, x):
-        return self.function(x)
+    def forward(self, *args, **options):
+        return self.function(*args, **options)
 
 
 def in_torch(function):
