@@ -151,9 +151,9 @@ def step_of(
     return step, step.init(params, model_state=model_state)
 
 
-def trained_by_torch(module: nn.Module, batches: Iterable[Any], rate: float = 0.1) -> list[float]:
+def trained_by_torch(module: nn.Module, batches: Iterable[Any]) -> list[float]:
     """Train in place by SGD with momentum; the losses."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for batch in batches:
         optimizer.zero_grad()

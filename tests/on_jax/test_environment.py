@@ -31,7 +31,7 @@ class Draws(nn.Module):
             "exponential": torch.empty(64).exponential_(),
             "random": torch.empty(64).random_(),
             "gumbel": F.gumbel_softmax(torch.zeros(4, 16)),
-            "Categorical": torch.distributions.Categorical(logits=torch.zeros(64, 5)).sample(),
+            "Categorical": torch.distributions.Categorical(logits=torch.zeros(5)).sample((64,)),
             "again": torch.rand(64),
         }
 

@@ -83,7 +83,7 @@ def run(steps, x):
     return total
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(views_and_writes())
 def test_random_programs(steps):
     try:

@@ -165,7 +165,7 @@ def test_writes_through_views_in_a_training_step_over_replicas():
         y.t()[0].mul_(2.0)
         y.view(-1)[0] = 0.0
         y[:, :2].copy_(y[:, 2:].flip(1) * 2)
-        return (y**2).mean() + y.unsqueeze(0).permute(2, 1, 0)[1].add_(x[:, :1]).sum()
+        return (y.clone() ** 2).mean() + y.unsqueeze(0).permute(2, 1, 0)[1].add_(x[:, :1]).sum()
 
     torch.manual_seed(0)
     module = nn.Linear(4, 4)
