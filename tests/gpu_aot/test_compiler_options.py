@@ -2,14 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import jaxslowmo as js
 from support.described import lowered_step
 from support.gpu_hosts import gpu_mesh
 from support.gpu_schedule import read_gpu_schedule
 from support.outer_programs import loss
-from support.refusals import Refusal
 
 SCHEDULER = {"xla_gpu_enable_latency_hiding_scheduler": True}
 LEVELS = SCHEDULER | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
@@ -43,9 +41,3 @@ def test_two_collectives_at_a_time_are_recommended_for_two_levels():
         ({"replica": 4, "device": 2}, LEVELS),
     ):
         assert js.recommended_compiler_options(gpu_mesh(axes)) == options
-
-
-def test_options_of_other_platforms_are_refused():
-    name = "xla_tpu_detect_nan"
-    none = {"sync": "none", "mesh": gpu_mesh({"replica": 8}), "compiler_options": {name: True}}
-    Refusal(lambda: js.make_train_step(loss, optax.sgd(0.1), **none), name, "GPUs").check()

@@ -7,12 +7,10 @@ overlap.
 
 import jax
 import jax.numpy as jnp
-import optax
 
 import jaxslowmo as js
 from support.described import lowered_step
 from support.outer_programs import BYTES, PARAMS, PRODUCTS, WIDTH, loss
-from support.refusals import Refusal
 from support.tpu_schedule import Schedule, read_schedule
 from support.tpu_slices import tpu_mesh
 
@@ -104,9 +102,3 @@ def test_they_depend_on_the_kind_of_chip():
         "v6e:2x4": permutes | scheduler,
     }.items():
         assert js.recommended_compiler_options(eight(topology)) == options, topology
-
-
-def test_options_of_gpus_are_refused():
-    name = "xla_gpu_experimental_parallel_collective_overlap_limit"
-    none = {"sync": "none", "mesh": eight(), "compiler_options": {name: 2}}
-    Refusal(lambda: js.make_train_step(loss, optax.sgd(0.1), **none), name, "TPUs").check()
