@@ -1,6 +1,6 @@
 """Modules that train, data for them, and how torch trains them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import jaxslowmo as js
 from torch_compat import on_jax
 
 TOLERANCE = 1e-5
+SGD = optax.sgd(0.1)
 VOCABULARY = 11
 
 
@@ -142,26 +143,18 @@ def assert_as_torch(
 
 
 def step_of(
-    module: nn.Module, of_batch: Callable[..., Any] = loss, *, replicas: int = 2, **options: Any
+    module: nn.Module,
+    of_batch: Callable[..., Any] = loss,
+    *,
+    replicas: int = 2,
+    optimizer: Any = SGD,
+    **options: Any,
 ) -> tuple[js.train.TrainStep, js.TrainState]:
     """A step with SGD for the module on so many devices, and its first state."""
     loss_fn, params, model_state = on_jax.as_loss(module, of_batch)
     mesh = js.make_mesh({"replica": replicas}, devices=jax.devices()[:replicas])
-    step = js.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, **options)
+    step = js.make_train_step(loss_fn, optimizer, mesh=mesh, **options)
     return step, step.init(params, model_state=model_state)
-
-
-def trained_by_torch(module: nn.Module, batches: Iterable[Any]) -> list[float]:
-    """Train in place by SGD with momentum; the losses."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        value, _ = loss(module, in_torch(batch))
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses
 
 
 def held(module: nn.Module) -> dict[str, np.ndarray]:
