@@ -118,12 +118,12 @@ def test_what_is_missing_is_said_and_is_no_success(tmp_path):
     assert code == 1
     assert "not run, and not passed: missing here: `ip` (iproute2), `tc` (iproute2)" in said
     ask = "import os, namespaces; os.seteuid(65534); print(namespaces.missing())"
-    assert run_with(Path(shutil.which("ip")).parent, "-c", ask) == (0, "['root']\n")
+    assert run_with(Path(shutil.which("ip") or "").parent, "-c", ask) == (0, "['root']\n")
 
 
 def test_without_mpirun_only_its_test_is_left_out_and_the_last_line_says_so(tmp_path):
     for name in ("ip", "tc"):
-        (tmp_path / name).symlink_to(shutil.which(name))
+        (tmp_path / name).symlink_to(shutil.which(name) or "")
     line = "test-cluster: test_mpirun.py was left out, and not passed: `mpirun` (openmpi-bin) is "
     assert run_with(tmp_path, "namespaces.py") == (0, f"{line}missing.\n")
     collect = ("-m", "pytest", "--collect-only", "-q", "test_mpirun.py", "test_equal.py")
