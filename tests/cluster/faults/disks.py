@@ -73,14 +73,3 @@ def fails_once(stand: Stand) -> None:
     run.ends(0)
     assert run.err().count("starting again") == 1
     assert steps_recorded(stand.out) == list(range(1, 21))
-
-
-@fault("EACCES on metrics.jsonl, --restarts 3", "traceback; code 1 for all within 15 s; no restart")
-def not_permitted(stand: Stand) -> None:
-    fault_ = {"process": 0, "event": "open", "path": r"metrics\.jsonl", "do": "raise"}
-    fault_["errno"] = errno.EACCES
-    run = stand.train(*FOR_EVER, "--restarts", "3", fault=fault_)
-    run.until(lambda: "Permission denied" in run.err(), "the error")
-    run.strike()
-    run.ends(1, within=15)
-    assert "start" not in run.err()
