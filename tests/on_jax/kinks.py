@@ -325,6 +325,6 @@ GROUPS = {
 
 # Operations that need no row: they are linear.
 SMOOTH = (
-    "_adaptive_avg_pool2d _adaptive_avg_pool3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa avg_pool2d avg_pool3d "
-    "convolution linear _embedding_bag"  # the last two are composed of others
+    "_adaptive_avg_pool2d _adaptive_avg_pool3d _upsample_bicubic2d_aa _upsample_bilinear2d_aa "
+    "avg_pool2d avg_pool3d convolution linear _embedding_bag"  # the last two are composed of others
 )
