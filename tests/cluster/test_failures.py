@@ -17,7 +17,7 @@ SOME = (
     "disk full, freed after the first warning",
     "a save hangs where process 1 writes; SIGTERM to trainer 0",
     "exception in process 1, --restarts 3",
-    "a process of three is killed, twice",
+    "a process of three is killed",
 )
 
 
