@@ -16,11 +16,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from faults import alike, disks, early, exceptions, folders, hangs, kills, ports
+from faults import alike, disks, exceptions, hangs, kills
 from faults.registry import FAULTS, Fault, Observed, attempt
 
 # Each puts its faults into the table.
-FAMILIES = (disks, hangs, exceptions, early, alike, folders, ports, kills)
+FAMILIES = (disks, hangs, exceptions, alike, kills)
 
 
 def row(one: Fault, tries: Sequence[Observed]) -> str:

@@ -1,4 +1,4 @@
-"""Hosts whose process is killed, cut off or told to leave, and what the others make of it.
+"""Hosts whose process is killed or cut off, and what the others make of it.
 
 Several deaths in one run are among the faults of `test_failures.py`.
 """
@@ -8,7 +8,7 @@ import signal
 import subprocess
 
 import pytest
-from faults.stand import FOR_EVER, OF_THREE, Stand, last_step, steps_saved
+from faults.stand import FOR_EVER, OF_THREE, Stand, steps_saved
 
 HEARTBEAT = 10  # the default
 # The heartbeat, some seconds to notice and to leave; several times that beside other work.
@@ -52,14 +52,3 @@ def test_one_that_cannot_be_reached(trained, four_hosts):
     assert run.err(0).startswith(LOST)
     assert run.err(1).startswith(LOST)
     assert len([*stand.out.glob("logs/killed-*.txt")]) == 2
-
-
-@pytest.mark.parametrize("trained", [2], indirect=True)
-def test_one_that_is_preempted_stops_all_at_one_step(trained):
-    stand, run = trained
-    run.commands[1].terminate()
-    run.ends(0)
-    assert run.err() == ""
-    last = last_step(stand.out)
-    assert max(steps_saved(stand.out)) == last
-    assert f"Saved at step {last}; --resume goes on from there." in run.out()

@@ -1,6 +1,5 @@
 """Three islands on hosts, with the store on a fourth: killed, restarted, and nothing is lost."""
 
-import pytest
 from island_runs import BUCKET, Moment, problems, replayed, run_islands, store
 from small_runs import quick
 
@@ -11,18 +10,17 @@ PLANS = {
         (Moment("between exchanges", "trains", 1.0), 1.0),
     ],
 }
-OPTIONS = ("--step-seconds", "0.02", "--sync-every", "60", "--deadline", "3")
+OPTIONS = ("--step-seconds", "0.02", "--sync-every", "60", "--deadline", "3", "--delay", "20")
 
 
-@pytest.mark.parametrize("delay", [0, 20])
 def test_killed_islands_end_at_the_same_anchor_which_follows_from_the_bucket(
-    four_hosts, tmp_path, programs, delay
+    four_hosts, tmp_path, programs
 ):
     with store(four_hosts[3]) as reach:
         env = quick(programs) | reach
         ran = run_islands(
             tmp_path, "abc", BUCKET, PLANS,
-            env=env, hosts=four_hosts[:3], options=(*OPTIONS, "--delay", str(delay)),
+            env=env, hosts=four_hosts[:3], options=OPTIONS,
             patience=20, seconds=120,
         )  # fmt: skip
         ran.replay = replayed(BUCKET, env, four_hosts[3])

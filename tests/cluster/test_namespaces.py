@@ -1,6 +1,7 @@
 """Hosts are joined by shaped links and leave nothing behind."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,12 +104,30 @@ def test_the_next_run_removes_what_a_killed_one_left():
         time.sleep(0.05)
 
 
+def run_with(tools: Path, *command: str) -> tuple[int, str]:
+    """With a folder as all of PATH."""
+    env = {**os.environ, "PATH": str(tools)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run([sys.executable, *command], cwd=HERE, env=env, **pipes)
+    return done.returncode, done.stdout
+
+
 def test_what_is_missing_is_said_and_is_no_success(tmp_path):
     """`make test-cluster` asks this program first."""
-    bare = {"env": {"PATH": str(tmp_path)}, "capture_output": True, "text": True}
-    done = subprocess.run([sys.executable, str(HERE / "namespaces.py")], **bare)
-    assert done.returncode == 1
-    assert "not run, and not passed: missing here: `ip` (iproute2), `tc` (iproute2)" in done.stderr
+    code, said = run_with(tmp_path, "namespaces.py")
+    assert code == 1
+    assert "not run, and not passed: missing here: `ip` (iproute2), `tc` (iproute2)" in said
     ask = "import os, namespaces; os.seteuid(65534); print(namespaces.missing())"
-    nobody = subprocess.run([sys.executable, "-c", ask], cwd=HERE, capture_output=True, text=True)
-    assert nobody.stdout == "['root']\n"
+    assert run_with(Path(shutil.which("ip") or "").parent, "-c", ask) == (0, "['root']\n")
+
+
+def test_without_mpirun_only_its_test_is_left_out_and_the_last_line_says_so(tmp_path):
+    for name in ("ip", "tc"):
+        (tmp_path / name).symlink_to(shutil.which(name) or "")
+    line = "test-cluster: test_mpirun.py was left out, and not passed: `mpirun` (openmpi-bin) is "
+    assert run_with(tmp_path, "namespaces.py") == (0, f"{line}missing.\n")
+    collect = ("-m", "pytest", "--collect-only", "-q", "test_mpirun.py", "test_equal.py")
+    code, said = run_with(tmp_path, *collect)
+    assert (code, said.splitlines()[-1]) == (0, f"{line}missing.")
+    assert "(1 deselected)" in said
+    assert "test_mpirun.py::" not in said

@@ -2,15 +2,12 @@
 
 import jax
 import jax.numpy as jnp
-import optax
-import pytest
 
 import jaxslowmo as js
 from support.described import lowered_step
 from support.gpu_hosts import gpu_mesh
 from support.gpu_schedule import read_gpu_schedule
 from support.outer_programs import loss
-from support.refusals import Refusal
 
 SCHEDULER = {"xla_gpu_enable_latency_hiding_scheduler": True}
 LEVELS = SCHEDULER | {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
@@ -38,17 +35,9 @@ def test_two_levels_of_gossip_overlap_with_the_recommended_options():
     assert permute.start < gradients.start < gradients.done < permute.done
 
 
-@pytest.mark.parametrize("gpu", ["H100", "A100"])
-def test_two_collectives_at_a_time_are_recommended_for_two_levels(gpu):
+def test_two_collectives_at_a_time_are_recommended_for_two_levels():
     for axes, options in (
-        ({"replica": 8}, SCHEDULER),
         ({"replica": 8, "device": 1}, SCHEDULER),
         ({"replica": 4, "device": 2}, LEVELS),
     ):
-        assert js.recommended_compiler_options(gpu_mesh(axes, gpu=gpu)) == options
-
-
-@pytest.mark.parametrize("name", ["xla_tpu_detect_nan", "xla_cpu_enable_fast_math"])
-def test_options_of_other_platforms_are_refused(name):
-    none = {"sync": "none", "mesh": gpu_mesh({"replica": 8}), "compiler_options": {name: True}}
-    Refusal(lambda: js.make_train_step(loss, optax.sgd(0.1), **none), name, "GPUs").check()
+        assert js.recommended_compiler_options(gpu_mesh(axes)) == options

@@ -5,20 +5,16 @@ inside a host and between hosts, what runs beside it, how much memory it takes. 
 """
 
 import itertools
-from collections.abc import Sequence
 
-import jax
 import pytest
 
 from support.gpu_steps import (
     A100S,
     CASES,
-    FOUR_HOSTS,
     ONE_HOST,
     OVERLAPPED,
     PLACES,
     TABLE,
-    Hosts,
     each_of,
     facts,
     formula,
@@ -35,25 +31,8 @@ from support.steps_of_algorithms import (
 )
 
 
-def places(*usual: Hosts, seldom: Sequence[Hosts] = ()) -> pytest.MarkDecorator:
-    marks = {place: [group_of(place)] for place in usual}
-    marks |= {place: [group_of(place), pytest.mark.exhaustive] for place in seldom}
-    each = [pytest.param(place, marks=m, id=place.name) for place, m in marks.items()]
-    return pytest.mark.parametrize("place", each)
-
-
-each_case = each_of(CASES)
-
-
-@each_case
-def test_bytes_are_as_computed(algorithm, place):
-    for kind in kinds(algorithm, place):
-        found = facts(algorithm, place, kind)
-        check_bytes(found, formula(kind, place), place, "replica,device")
-
-
-@each_case
-def test_local_steps_send_nothing_between_replicas(algorithm, place):
+@each_of(CASES)
+def test_bytes_are_as_computed_and_local_steps_send_nothing_between_replicas(algorithm, place):
     """The schedule, which does not know of axes, says so too."""
     local = [kind for kind in kinds(algorithm, place) if kind == "local"]
     assert bool(local) == algorithm.startswith(("local_sgd", "diloco", "slowmo(local"))
@@ -61,6 +40,7 @@ def test_local_steps_send_nothing_between_replicas(algorithm, place):
     inside = {} if place.num_groups == 1 else {"all-reduce": 1}
     for kind in kinds(algorithm, place):
         found = facts(algorithm, place, kind)
+        check_bytes(found, formula(kind, place), place, "replica,device")
         transfers = [t.collective for t in found.schedule.transfers]
         assert found.schedule.in_branches == 0
         if kind in local:
@@ -74,35 +54,6 @@ def test_local_steps_send_nothing_between_replicas(algorithm, place):
 def test_overlapped_gossip_runs_beside_all_products(algorithm, place):
     (permute,) = facts(algorithm, place, "round 0").schedule.select("collective-permute")
     assert len(permute.products) == NUM_PRODUCTS
-
-
-@each_of((algorithm + OPTION, FOUR_HOSTS) for algorithm in OVERLAPPED)
-def test_on_two_levels_gossip_overlaps_with_the_options(algorithm, place):
-    """It starts before the gradients' all-reduce, as early as the compiler's estimate asks.
-
-    All products run beside it with jax 0.10.2, 5 of 8 with jax 0.12.
-    """
-    schedule = facts(algorithm, place, "round 0").schedule
-    (permute,) = schedule.select("collective-permute")
-    (gradients,) = schedule.select("all-reduce")
-    assert permute.start < gradients.start
-    assert 2 * len(permute.products) >= NUM_PRODUCTS
-
-
-@each_of((algorithm, FOUR_HOSTS) for algorithm in OVERLAPPED)
-def test_on_two_levels_jax_0_10_does_not_overlap_without(algorithm, place):
-    """One collective at a time is under way, and the gradients' all-reduce comes first.
-
-    With jax 0.12 it depends on the sizes, and the permute of this small part comes first.
-    """
-    schedule = facts(algorithm, place, "round 0").schedule
-    (permute,) = schedule.select("collective-permute")
-    (gradients,) = schedule.select("all-reduce")
-    if jax.__version_info__ < (0, 11):
-        assert permute.products == ()
-        assert gradients.done <= permute.start
-    else:
-        assert permute.done <= gradients.start
 
 
 @each_of(itertools.product(["sgp overlap=0"], PLACES))
@@ -130,17 +81,9 @@ def test_memory_of_sharded_state(algorithm, place):
     check_memory_of_sharded_state(facts, algorithm, place)
 
 
-@places(ONE_HOST, FOUR_HOSTS)
+@pytest.mark.parametrize("place", [pytest.param(x, marks=group_of(x)) for x in PLACES])
 def test_what_is_left_out(place):
     check_what_is_left_out(place)
-
-
-@each_of([("sgp overlap=1", A100S), ("diloco", A100S)])
-def test_a100s_send_the_same(algorithm, place):
-    for kind in kinds(algorithm, place):
-        found, on_h100 = (facts(algorithm, where, kind) for where in (place, ONE_HOST))
-        assert found.rows == on_h100.rows
-        assert found.argument_bytes == on_h100.argument_bytes
 
 
 @each_of([("sgp overlap=1", A100S)])
@@ -156,7 +99,8 @@ def test_on_a100s_nothing_overlaps_by_default(algorithm, place):
     assert 2 * len(permute.products) >= NUM_PRODUCTS
 
 
-@places(ONE_HOST, seldom=[FOUR_HOSTS, A100S])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("place", [*PLACES, A100S], ids=lambda place: place.name)
 def test_documented_table(place):
     """`gpu_programs.md` has the table that `python benchmarks/gpu_proofs.py` prints now."""
     TABLE.check_documented(place)

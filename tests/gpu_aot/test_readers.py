@@ -1,7 +1,4 @@
-"""The readers of what XLA compiles for described GPUs: of schedules, and of estimated times."""
-
-import runpy
-from pathlib import Path
+"""The reader of the schedules that XLA makes for described GPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +7,7 @@ import pytest
 import jaxslowmo as js
 from support.described import lowered_step
 from support.gpu_hosts import SPECIFICATIONS, gpu_mesh
-from support.gpu_schedule import read_gpu_schedule, read_loops
+from support.gpu_schedule import read_gpu_schedule
 from support.outer_programs import BYTES, LAYERS, PARAMS, PRODUCTS, WIDTH, loss
 
 
@@ -31,119 +28,3 @@ def test_the_reader_sees_every_product_and_the_exchange_of_a_step(gpu):
     # For A100s the compiler puts nothing beside it, for H100s a few scalars.
     assert (all_reduce.collective, all_reduce.is_blocking) == ("all-reduce", gpu == "A100")
     assert all_reduce.bytes == BYTES
-
-
-BYTES_PER_MICROSECOND = 64
-
-
-def sol(microseconds: float, more: str = "") -> str:
-    """Return the attribute of an instruction with an estimate, beside one of another model."""
-    return (
-        f'backend_config={{{more}"reification_cost":[{{"exec_time_us":9999,"name":""}},'
-        f'{{"exec_time_us":{microseconds},"name":"sol"}}]}}'
-    )
-
-
-HLO = f"""HloModule example, is_scheduled=true, num_partitions=8
-
-%multiplies (a: f32[8,8], b: f32[8,8]) -> f32[8,8] {{
-  %a = f32[8,8]{{1,0}} parameter(0)
-  %b = f32[8,8]{{1,0}} parameter(1)
-  ROOT %dot = f32[8,8]{{1,0}} dot(%a, %b), metadata={{op_name="f/transpose(jvp())/dot_general"}}
-}}
-
-%adds (d: f32[8,8]) -> f32[8,8] {{
-  %d = f32[8,8]{{1,0}} parameter(0)
-  ROOT %sum = f32[8,8]{{1,0}} add(%d, %d), {sol(2)}
-}}
-
-%wrapped (w: f32[8,8]) -> f32[8,8] {{
-  %w = f32[8,8]{{1,0}} parameter(0)
-  ROOT %exchange = f32[8,8]{{1,0}} all-to-all(%w), replica_groups={{{{0,1}}}}, {sol(30)}
-}}
-
-%taken (t: f32[8,8]) -> f32[8,8] {{
-  %t = f32[8,8]{{1,0}} parameter(0)
-  %long_kernel = f32[8,8]{{1,0}} fusion(%t), kind=kLoop, calls=%adds, {sol(6)}
-  ROOT %inner = f32[8,8]{{1,0}} all-reduce(%long_kernel), to_apply=%adds, {sol(8)}
-}}
-
-%body (s: f32[8,8]) -> f32[8,8] {{
-  %s = f32[8,8]{{1,0}} parameter(0)
-  %hop = (f32[8,8]{{1,0}}, f32[8,8]{{1,0}}) collective-permute-start(%s), {sol(4)}
-  %tick = f32[8,8]{{1,0}} conditional(%s, %s, %s), branch_computations={{%adds, %taken}}
-  ROOT %landed = f32[8,8]{{1,0}} collective-permute-done(%hop)
-}}
-
-%goes_on (c: f32[8,8]) -> pred[] {{
-  %c = f32[8,8]{{1,0}} parameter(0)
-  ROOT %always = pred[] constant(true)
-}}
-
-ENTRY %main (x: f32[8,8]) -> f32[8,8] {{
-  %x = f32[8,8]{{1,0}} parameter(0)
-  %start = ((f32[8,8]{{1,0}}), f32[1,8]{{1,0}}) reduce-scatter-start(%x), dimensions={{0}}, \
-to_apply=%adds, metadata={{op_name="f/bucket_0/psum_scatter"}}, {sol(40)}
-  %library = f32[8,8]{{1,0}} custom-call(%x, %x), custom_call_target="__cublas$gemm", \
-metadata={{op_name="f/jvp()/dot_general"}}, {sol(5)}
-  %fused = f32[8,8]{{1,0}} fusion(%library, %x), kind=kCustom, calls=%multiplies, {sol(20)}
-  %named_alike = f32[8,8]{{1,0}} fusion(%fused), kind=kLoop, calls=%adds, {sol(0.01)}
-  %done = f32[1,8]{{1,0}} reduce-scatter-done(%start)
-  %wrapper = ((f32[8,8]{{1,0}}), f32[8,8]{{1,0}}) async-start(%named_alike), calls=%wrapped
-  %copied = f32[8,8]{{1,0}} copy(%named_alike)
-  %arrived = f32[8,8]{{1,0}} async-done(%wrapper)
-  %blocks = f32[8,8]{{1,0}} all-gather(%done), dimensions={{0}}, {sol(7)}
-  %waits = (f32[1,8]{{1,0}}, f32[8,8]{{1,0}}) all-gather-start(%done), dimensions={{0}}, \
-{sol(9, '"collective_backend_config":{"is_sync":true},')}
-  %waited = f32[8,8]{{1,0}} all-gather-done(%waits)
-  ROOT %looped = f32[8,8]{{1,0}} while(%blocks), condition=%goes_on, body=%body, \
-backend_config={{"known_trip_count":{{"n":"5"}}}}
-}}
-"""
-
-
-def test_reading_the_order():
-    schedule = read_gpu_schedule(HLO)
-    assert [(t.collective, t.bytes, t.is_blocking) for t in schedule.transfers] == [
-        ("reduce-scatter", 32, False),
-        ("all-to-all", 256, False),
-        ("all-gather", 256, True),
-        ("all-gather", 256, True),
-    ]
-    scatter = schedule.transfers[0]
-    names = ["f/jvp()/dot_general", "f/transpose(jvp())/dot_general"]
-    assert [p.op_name for p in scatter.products] == names
-    assert scatter.beside == ("custom-call", "fusion", "fusion")
-    assert schedule.select("reduce-scatter", name="bucket_0") == (scatter,)
-    assert schedule.select("all-gather", name="bucket_0") == ()
-    (loop,) = read_loops(HLO)
-    assert loop.transfers[0].beside == ("conditional",)
-    assert loop.in_branches == 1
-
-
-# Of scripts, which stand in no package.
-BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "gpu_estimates.py"))
-Estimate, read_estimate = BENCHMARK["Estimate"], BENCHMARK["read_estimate"]
-
-
-def test_estimated_times_add_up_in_the_order_of_the_schedule():
-    """Kernels wait for what takes longer than those beside it."""
-    # The softmax and the copy read and write 256 bytes each.
-    softmax = copy = 2 * 256 / BYTES_PER_MICROSECOND
-    beside_scatter = 5 + 20 + softmax
-    assert read_estimate(HLO, 1e6 * BYTES_PER_MICROSECOND) == Estimate(
-        kernels=beside_scatter + copy + 5 * 6,
-        collectives=40 + 30 + 7 + 9 + 5 * (4 + 8),
-        exposed=(40 - beside_scatter) + (30 - copy) + 7 + 9 + 5 * 8,
-        by_bytes=softmax + copy,
-    )
-    hidden = HLO.replace(sol(40), sol(20)).replace(sol(4), sol(16))
-    found = read_estimate(hidden, 1e6 * BYTES_PER_MICROSECOND)
-    assert found.exposed == (30 - copy) + 7 + 9 + 5 * (8 + 16 - 14)
-    assert found.step == found.kernels + found.exposed
-
-
-@pytest.mark.parametrize("placeholder", [1, 5000])
-def test_a_collective_without_an_estimate_is_an_error(placeholder):
-    with pytest.raises(AssertionError, match="blocks"):
-        read_estimate(HLO.replace(sol(7), sol(placeholder)), 1e12)

@@ -3,7 +3,6 @@
 Nothing runs here.
 """
 
-import dataclasses
 import math
 from typing import Any
 
@@ -63,21 +62,3 @@ def test_transforms_send_between_replicas_alone(name):
     wanted = case.between_replicas()
     assert wanted <= sum(r.wire_bytes for r in between.values()) <= PADDING * wanted + 8 * 8192
     assert [t.collective for t in of_transforms] == ["reduce-scatter", "all-gather"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("programs: sharded")
-@pytest.mark.parametrize("name", SHARDED)
-def test_a_slow_step_sends_inside_what_a_local_one_sends_and_holds_its_part_of_the_state(name):
-    local, slow = (program(f"{name}, {kind}").facts for kind in ("local", "slow"))
-    inside = [
-        {dataclasses.replace(row, kind="") for row in facts.rows if "replica" not in row.axis}
-        for facts in (local, slow)
-    ]
-    assert inside[0] == inside[1]
-    case = SHARDED[name]
-    for facts in (local, slow):
-        assert facts.argument_bytes == pytest.approx(case.argument_bytes(), rel=0.01)
-    whole = dataclasses.replace(case, shard_state=False).argument_bytes()
-    state = 2 * 4 * case.on_a_device()  # anchor and momentum
-    assert whole - case.argument_bytes() == pytest.approx(state / 2, rel=0.02)

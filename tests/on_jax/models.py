@@ -1,6 +1,6 @@
 """Modules that train, data for them, and how torch trains them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import jaxslowmo as js
 from torch_compat import on_jax
 
 TOLERANCE = 1e-5
+SGD = optax.sgd(0.1)
 VOCABULARY = 11
 
 
@@ -61,24 +62,6 @@ class Counting(nn.Module):
         y = self.linear(x)
         self.seen = 0.9 * self.seen + 0.1 * y.detach().mean(0)  # another tensor, not in place
         return y + self.seen
-
-
-class Dropping(nn.Module):
-    """Two layers of dropout, which may be told what to keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.drops = nn.ModuleList([nn.Dropout(0.25), nn.Dropout(0.5)])
-
-    def masks(self) -> tuple[torch.Tensor, ...]:
-        shapes = ((BATCH, 8), (BATCH, 16))
-        return tuple(drop(torch.ones(s)) for drop, s in zip(self.drops, shapes, strict=True))
-
-    def forward(self, x, masks=None):
-        x = x * masks[0] if masks else self.drops[0](x)
-        x = F.relu(self.first(x))
-        return self.second(x * masks[1] if masks else self.drops[1](x))
 
 
 BATCH = 8
@@ -160,31 +143,18 @@ def assert_as_torch(
 
 
 def step_of(
-    module: nn.Module, of_batch: Callable[..., Any] = loss, *, replicas: int = 2, **options: Any
+    module: nn.Module,
+    of_batch: Callable[..., Any] = loss,
+    *,
+    replicas: int = 2,
+    optimizer: Any = SGD,
+    **options: Any,
 ) -> tuple[js.train.TrainStep, js.TrainState]:
     """A step with SGD for the module on so many devices, and its first state."""
     loss_fn, params, model_state = on_jax.as_loss(module, of_batch)
     mesh = js.make_mesh({"replica": replicas}, devices=jax.devices()[:replicas])
-    step = js.make_train_step(loss_fn, optax.sgd(0.1), mesh=mesh, **options)
+    step = js.make_train_step(loss_fn, optimizer, mesh=mesh, **options)
     return step, step.init(params, model_state=model_state)
-
-
-def trained_by_torch(
-    module: nn.Module,
-    batches: Iterable[Any],
-    rate: float = 0.1,
-    of_batch: Callable[..., Any] = loss,
-) -> list[float]:
-    """Train in place by SGD with momentum; the losses."""
-    optimizer = torch.optim.SGD(module.parameters(), lr=rate, momentum=0.9)
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        value, _ = of_batch(module, in_torch(batch))
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses
 
 
 def held(module: nn.Module) -> dict[str, np.ndarray]:

@@ -9,13 +9,10 @@ import jax
 import jax.numpy as jnp
 import libraries  # noqa: F401, before a page imports transformers
 import numpy as np
-import pytest
 
 import jaxslowmo as js
 from recipes.doc_blocks import LOAD_IN_TORCH, TORCH, fresh, num_blocks, run, sections
 from support.waiting import PATIENCE_SECONDS
-
-MICROBATCHES = 2
 
 
 def test_the_program(tmp_path: Path):
@@ -48,35 +45,9 @@ def test_an_export_is_the_model_in_torch():
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-EXECUTORS = [("one_program", "zero_bubble"), ("host", "one_f_one_b"), ("host", "zero_bubble")]
-
-
-@pytest.mark.parametrize("title", TORCH)
-def test_transformers_in_stages_are_the_models_with_dropout(title):
-    """The recipes check their numbers themselves, by the executor and schedule that they show."""
-    names = run("model-parallel", *TORCH[: TORCH.index(title) + 1])
-    model, layers, batch = names["model"], names["layers"], names["batches"][0]
-
-    def by_microbatch(layers, key):
-        """Return the quotient of sums over microbatches, each of which has its own key."""
-        total, weight = 0.0, 0.0
-        for i in range(MICROBATCHES):
-            part = jax.tree.map(lambda x, i=i: np.split(x, MICROBATCHES)[i], batch)
-            count = np.sum(part["labels"] != -100)
-            total += count * model(layers, part, rng=jax.random.fold_in(key, i))
-            weight += count
-        return total / weight
-
-    expected = jax.jit(jax.value_and_grad(by_microbatch))
-    keys = jax.random.split(jax.random.key(0))
-    for executor, kind in EXECUTORS:
-        schedule = js.schedules.by_name(kind, 2, MICROBATCHES)
-        pipe = js.pipelined(model, layers, schedule, mesh=names["staged"], executor=executor)
-        for result in zip(
-            jax.tree.leaves(jax.value_and_grad(pipe)(layers, batch, rng=keys[0])),
-            jax.tree.leaves(expected(layers, keys[0])),
-            strict=True,
-        ):
-            np.testing.assert_allclose(*result, rtol=1e-5, atol=1e-5)
-    has_dropout = title == TORCH[1]
-    assert (expected(layers, keys[0])[0] != expected(layers, keys[1])[0]) == has_dropout
+def test_transformers_in_stages():
+    """The recipes compare with the models themselves. Without a key there is no dropout."""
+    names = run("model-parallel", *TORCH)
+    loss, arguments = jax.jit(names["model"]), (names["layers"], names["batches"][0])
+    values = [float(loss(*arguments, rng=jax.random.key(i))) for i in range(2)]
+    assert len({*values, float(loss(*arguments))}) == 3

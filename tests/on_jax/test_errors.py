@@ -25,20 +25,6 @@ def run(loss, module=None):
     return jax.jit(loss_fn)(params, X, model_state=state)
 
 
-class Own(torch.Tensor):
-    pass
-
-
-class Sign(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
 def autocasting(m, x):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return m(x).mean()
@@ -52,30 +38,22 @@ def written_view(m, x):
 # What a loss does, and what the message names.
 LOSSES = {
     "no scalar": (lambda m, x: m(x), "shape (4, 8)"),
-    "one element": (lambda m, x: m(x).mean().reshape(1), "shape (1,)"),
     "an integer": (lambda m, x: m(x).sum().to(torch.int32), "torch.int32"),
-    "a number": (lambda m, x: 1.0, "got float"),
     "three results": (lambda m, x: (m(x).mean(), {}, 3), "dict, int)"),
-    "metrics of a tensor": (lambda m, x: (m(x).mean(), m(x).mean()), "metrics"),
     "a metric of many": (lambda m, x: (m(x).mean(), {"y": m(x)}), "'y'"),
-    "a metric of text": (lambda m, x: (m(x).mean(), {"y": "high"}), "'y'"),
     "a reentrant checkpoint": (
         lambda m, x: checkpoint(m, x, use_reentrant=True).mean(),
         "use_reentrant=False",
     ),
     "autocast": (autocasting, "torch.autocast"),
-    "torch.func.jvp": (lambda m, x: torch.func.jvp(m, (x,), (x,))[1], "torch.func"),
     "a generator": (lambda m, x: torch.rand(8, generator=torch.Generator()), "torch.Generator"),
     "no key": (lambda m, x: F.dropout(m(x)).mean(), "key"),
     "out of another shape": (lambda m, x: torch.add(x, 1.0, out=torch.empty(4, 7)), "(4, 7)"),
-    "out from outside": (lambda m, x: torch.add(x, 1.0, out=OUTSIDE), "`out`"),
-    "a write outside": (lambda m, x: OUTSIDE.add_(x), "outside"),
     "a write into a view from outside": (written_view, "outside"),
     "a function of jax": (lambda m, x: on_jax.as_apply(nn.ReLU())({}, {}, X), "call the module"),
 }
 # Modules, and the tensor that the message names with why.
 MODULES = {
-    "a function": (run, "function"),
     "no values": (nn.Linear(2, 2, device="meta"), "weight is on the meta device"),
     "64 bits": (nn.Linear(2, 2).double(), "bias is torch.float64"),
     "no shape": (nn.LazyLinear(2), "weight has no shape yet"),
@@ -83,9 +61,7 @@ MODULES = {
 }
 BUFFERS = {
     "sparse": (torch.eye(2).to_sparse(), "torch.sparse_coo"),
-    "own": (torch.ones(2).as_subclass(Own), "Own"),
     "large": (torch.tensor([1, 2**31]), "torch.int64"),
-    "new": (torch.empty(2, dtype=torch.float4_e2m1fn_x2), "torch.float4_e2m1fn_x2"),
 }
 
 
@@ -95,18 +71,10 @@ def with_buffer(value):
     return module
 
 
-def complex_numbers():
-    module = nn.Linear(2, 2)
-    module.weight = nn.Parameter(torch.eye(2, dtype=torch.complex64))
-    return module
-
-
-def with_other_names(argument: str, as_list: bool):
+def with_other_names(argument: str):
     loss_fn, params, state = on_jax.as_loss(nn.BatchNorm1d(8), models.loss)
     given = {"params": dict(params), "model_state": dict(state)}
     given[argument]["other"] = given[argument].pop(next(iter(given[argument])))
-    if as_list:
-        given[argument] = list(given[argument].values())
     loss_fn(given["params"], X, model_state=given["model_state"])
 
 
@@ -118,21 +86,21 @@ def with_frozen_as_trained():
 
 
 MODULES |= {f"buffer {name}": (with_buffer(value), s) for name, (value, s) in BUFFERS.items()}
-MODULES["complex"] = (complex_numbers(), "weight is torch.complex64")
 ROWS = {
     **{f"a loss with {k}": Refusal(partial(run, loss), said) for k, (loss, said) in LOSSES.items()},
     **{
-        f"a module, {name}, {owner}": Refusal(partial(call, module), f"{owner}: ", said)
+        f"a module, {name}": Refusal(partial(run, models.loss, module), "as_loss: ", said)
         for name, (module, said) in MODULES.items()
-        for owner, call in (("as_loss", partial(run, models.loss)), ("as_apply", on_jax.as_apply))
     },
+    "a module of 64 bits, as_apply": Refusal(
+        partial(on_jax.as_apply, nn.Linear(2, 2).double()), "as_apply: ", "torch.float64"
+    ),
     "no loss": Refusal(lambda: run("mean"), "`loss`", "str"),
     **{
         f"other names in {argument}": Refusal(
-            partial(with_other_names, argument, as_list), f"`{argument}`", said
+            partial(with_other_names, argument), f"`{argument}`", "unknown ['other']"
         )
         for argument in ("params", "model_state")
-        for as_list, said in ((False, "unknown ['other']"), (True, ""))
     },
     "a frozen parameter in `params`": Refusal(
         with_frozen_as_trained, "`model_state`", "unknown ['bias']"
@@ -147,16 +115,9 @@ def test_refused(refusal):
     assert not OUTSIDE.any()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_torchscript_is_refused():
     Refusal(lambda: run(models.loss, torch.jit.script(nn.Linear(2, 2))), "TorchScript").check()
-
-
-def test_functions_of_torch_alone_work_again_afterwards():
-    x = torch.ones(3, requires_grad=True)
-    Sign.apply(x).sum().backward()
-    assert x.grad.tolist() == [1.0, 1.0, 1.0]
 
 
 class Calls(nn.Module):
@@ -196,24 +157,14 @@ class Looks(nn.Embedding):
         return super().forward(x.abs().long().clamp(0, 3))
 
 
-def ctc(x):
-    lengths = torch.tensor([4]), torch.tensor([2])
-    return F.ctc_loss(x[:, None].log_softmax(-1), torch.tensor([[1, 2]]), *lengths)
-
-
 # Layers, or functions in one, the operation, and what to do instead.
 LACKING = {
     "packed": (Packs(8, 8), "aten._pack_padded_sequence", "padded sequences"),
     "max_norm": (Looks(4, 8, max_norm=1.0), "aten.embedding_renorm", "`max_norm`"),
     "boolean index": (lambda x: x[x > 0], "aten.index", "torch.where(mask, x, 0)"),
-    "masked_select": (lambda x: x.masked_select(x > 0), "aten.masked_select", "torch.where"),
     "nonzero": (lambda x: x[x.nonzero()], "aten.nonzero", "torch.where"),
-    "unique": (lambda x: x.unique(), "aten._unique2", "F.one_hot"),
-    "CTC": (ctc, "aten._ctc_loss", "another loss"),
     "if": (lambda x: x if x.any() else -x, "(`if`, `.item()`", "torch.where"),
-    "tolist": (lambda x: x * x[0, 0].tolist(), "Tensor.tolist", "metric"),
     "numpy": (lambda x: x * x.detach().numpy(), "Tensor.numpy", "metric"),
-    "slice": (lambda x: x[: x.sum().long()], "aten._local_scalar_dense", "metric"),
     "no gradient": (lambda x: torch.poisson(x.abs()), "aten.poisson", "torch.rand"),
     "another": (
         lambda x: x.index_reduce(0, torch.tensor([0]), x[:1], "prod"),
@@ -236,18 +187,6 @@ def test_what_has_no_form_names_the_layer_and_what_to_do(case):
     assert "\n" not in message
 
 
-def test_torchs_own_errors_are_raised():
-    def masked(m, x):
-        heads = m(x).reshape(1, 1, 4, 8)
-        mask = torch.ones(4, 4, dtype=torch.int32)
-        return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask).mean()
-
-    with pytest.raises(RuntimeError, match="attn_mask dtype"):
-        run(masked)
-    with pytest.raises(TypeError, match="only integer tensors"):
-        run(lambda m, x: x[: x.sum()])
-
-
 def test_layers_of_torch_the_whole_module_and_the_loss_are_named():
     layer = nn.Linear(8, 4)
     part = Calls(lambda x: x[x > 0])
@@ -260,23 +199,16 @@ def test_layers_of_torch_the_whole_module_and_the_loss_are_named():
     assert message.startswith("The loss function uses aten._local_scalar_dense")
 
 
-SHAPES = {
-    "matmul": lambda x: x @ torch.ones(3, 3),
-    "broadcast": lambda x: x + torch.ones(3),
-    "reshape": lambda x: x.reshape(3, 7),
-}
-
-
-@pytest.mark.parametrize("case", SHAPES)
-def test_shapes_that_do_not_match_are_torchs_own_error(case):
-    error = error_of(Calls(SHAPES[case]))
+def test_shapes_that_do_not_match_are_torchs_own_error():
+    error = error_of(Calls(lambda x: x @ torch.ones(3, 3)))
     assert type(error) is RuntimeError
+    assert "[3, 3]" in str(error)
     assert "form in jax" not in str(error)
-    assert any(size in str(error) for size in ("3", "7"))
 
 
-@pytest.mark.parametrize("error", [RuntimeError("mine"), KeyError("mine")])
-def test_errors_of_the_module_stay(error):
+def test_errors_of_the_module_stay():
+    error = KeyError("mine")
+
     def fail(x):
         raise error
 

@@ -2,14 +2,12 @@
 
 import jax
 import kinks
-import models
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import jaxslowmo as js
 from torch_compat import on_jax
 from torch_compat.on_jax.tracing import Lowerings, decompositions
 
@@ -80,55 +78,6 @@ def test_second_derivatives_are_torchs():
 
     wanted = torch.autograd.functional.hessian(of_weight, module.weight).numpy()
     np.testing.assert_allclose(found["weight"]["weight"], wanted, atol=1e-5 * np.abs(wanted).max())
-
-
-@pytest.mark.parametrize("group", ["points", "pairs", "ties"])
-def test_forward_mode_is_torchs_or_nan(group):
-    """It is NaN where the backward pass multiplies by infinity before it selects."""
-    rows = Rows(group)
-    apply = on_jax.as_apply(rows)
-    _, params, _ = on_jax.as_loss(rows, lambda module, batch: 0)
-    moves = {name: np.cos(np.arange(x.size, dtype=np.float32)) for name, x in params.items()}
-    moves = {name: x.reshape(params[name].shape) for name, x in moves.items()}
-
-    def summed(params):
-        return {name: (y * weights(y)).sum() for name, y in apply(params, {}).items()}
-
-    _, slopes = jax.jit(lambda p, t: jax.jvp(summed, (p,), (t,)))(params, moves)
-    gradients = jax.jit(jax.grad(lambda params: sum(summed(params).values())))(params)
-    wrong = []
-    for i, name in enumerate(rows.functions):
-        names = [f"points.{i}.{j}" for j in range(len(rows.points[i]))]
-        wanted = sum(np.vdot(gradients[n], moves[n]) for n in names)
-        if not np.isnan(wanted + slopes[name]) and not is_close(slopes[name], np.float32(wanted)):
-            wrong.append(name)
-    assert not wrong
-    assert np.isfinite(list(slopes.values())).mean() > 0.8
-
-
-class Bounded(nn.Module):
-    """Bounds are the same on all replicas, and the numbers between them are not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low = nn.Parameter(torch.zeros(8))
-        self.register_buffer("high", torch.ones(8))
-
-    def forward(self, x):
-        return x.clamp(self.low, self.high).sort(-1)[0] * torch.linspace(0, 1, 8)
-
-
-def test_in_a_step_over_replicas():
-    def loss(module, x):
-        return module(x).square().mean()
-
-    module = Bounded()
-    x = np.random.default_rng(0).normal(size=(4, 8)).round().astype(np.float32)
-    step, state = models.step_of(module, loss, sync=js.local_sgd("replica"))
-    state, _ = step(state, x)
-    for i, half in enumerate((x[:2], x[2:])):
-        (gradient,) = torch.autograd.grad(loss(module, torch.from_numpy(half)), [module.low])
-        np.testing.assert_allclose(state.params["low"][i], -0.1 * gradient, atol=1e-6)
 
 
 def is_by_jax(name, env):

@@ -3,6 +3,7 @@
 All cases of a table are one program. Each has parameters of its own, whose names tell it.
 """
 
+import math
 import warnings
 
 import models
@@ -24,7 +25,6 @@ OF_ONE = torch.tensor([True, False])[:, None, None, None]
 MANY = torch.linspace(0.5, 1.5, 28)[:, None]
 HELD, BY_NAME = [torch.arange(8.0)], {"signs": torch.ones(4)}
 SIGNS = torch.tensor([1.0, -1.0, 1.0, -1.0])
-LABELS = torch.tensor([3, 0, -1, 1, 2, -1, 4, 5])
 
 
 def bag(options, *arguments, **named):
@@ -110,14 +110,12 @@ def corner(m, x):
     return m(x)[:, 2:6][tuple(torch.tril_indices(4, 4))] + m(x)[1:][:, [1, 3]][0, 0]
 
 
-def cases(order=torch.argsort):
+def cases():
     """Layers with functions of them and of rows; a function alone is of a linear layer."""
-    vector_norm = torch.linalg.vector_norm
     return {
         "padding": (nn.Embedding(5, 3, padding_idx=0), lambda m, x: m(IDS)),
         "by frequency": (nn.Embedding(5, 3, scale_grad_by_freq=True), lambda m, x: m(IDS)),
         "bags of equal size": bag({}),
-        "sums of bags": bag({"mode": "sum", "padding_idx": 2}, OFFSETS),
         "means of bags": bag({"mode": "mean", "padding_idx": 2}, OFFSETS),
         "maxima of bags": bag({"mode": "max", "padding_idx": 2}, OFFSETS),
         "bags with a last offset": bag({"mode": "sum", "include_last_offset": True}, ENDS),
@@ -129,51 +127,23 @@ def cases(order=torch.argsort):
         "attention by a traced mask": attended(lambda x: (x[:, :1] > 0).expand(4, 4)),
         "attention to the past": attended(None, is_causal=True),
         "attention of groups": grouped,
-        "vector_norm of a dtype": at_zero(lambda y: vector_norm(y.half(), dim=1, dtype=y.dtype)),
-        "norm of matrices": at_zero(lambda y: torch.linalg.norm(y.reshape(4, 2, 4), dim=(1, 2))),
-        "multilabel_margin_loss": lambda m, x: F.multilabel_margin_loss(
-            m(x), LABELS.expand(4, 8), reduction="none"
-        ),
-        "multilabel_margin_loss of one": lambda m, x: (
-            F.multilabel_margin_loss(m(x)[0], LABELS, reduction="sum")
-            + F.multilabel_margin_loss(m(x), LABELS.expand(4, 8))
-        ),
-        "triplet_margin_loss": lambda m, x: F.triplet_margin_loss(m(x), m(x), x, swap=True),
-        "cross_entropy": lambda m, x: F.cross_entropy(m(x), torch.tensor([1, -100, 2, 3])),
         "a diagonal by einsum": einsum_written("ii->i"),
         "a transpose by einsum": einsum_written("ij->ji", is_list=True),
         "a product by einsum": lambda m, x: torch.einsum("ij,kj->ik", m(x), x),
-        "take_along_dim": lambda m, x: m(x).take_along_dim(order(x, dim=1)[:, :2], dim=-1),
-        "take_along_dim of all": lambda m, x: torch.take_along_dim(m(x), order(x, dim=1)),
+        "take_along_dim": lambda m, x: m(x).take_along_dim(x.argsort(1)[:, :2], dim=-1),
         "to the CPU": lambda m, x: m(x).cpu() + x.to("cpu", torch.float32),
-        "quantile": lambda m, x: m(x).quantile(0.3, 0),
         "a row copied to all": lambda m, x: x.clone().copy_(m(x)[0]),
         "out": out(lambda x: torch.add(x, 1.0, out=torch.empty(4, 8))),
         "empty out": out(lambda x: torch.add(x, 1.0, out=torch.empty(0))),
         "out in a slice": out(part),
-        "out of a constructor": out(lambda x: torch.arange(8.0, out=torch.zeros(8))),
         "two outs": out(lambda x: torch.max(x, 0, out=(torch.ones(8), torch.ones(8).long()))[0]),
-        "group norm": (nn.GroupNorm(4, 8), lambda m, x: m(x)),
-        "layer norm": (nn.Sequential(nn.LayerNorm(8), nn.RMSNorm(8)), lambda m, x: m(x)),
-        "activations": (nn.Sequential(nn.GELU(), nn.PReLU(), nn.SiLU()), lambda m, x: m(x)),
         "checkpoints": lambda m, x: checkpoint(m, x, use_reentrant=False),
         "no_grad": stopped,
         "written in place": written,
         "indexed slices": corner,
         "created inside": created,
-        "sorted": lambda m, x: m(x).cumsum(-1).sort(-1)[0].roll(1, -1)[..., ::2],
-        "Fourier": lambda m, x: torch.fft.rfft(m(x)).abs(),
         "another dtype inside": lambda m, x: m(x).to(torch.bfloat16).float(),
     }
-
-
-def solved(m, x, **options):
-    return torch.linalg.solve(m.weight + 4 * torch.eye(8), x, **options)
-
-
-def sampled(m, x):
-    grid = F.affine_grid(m(x)[0, :6].reshape(1, 2, 3), [1, 2, 4, 4], align_corners=False)
-    return F.grid_sample(m(x).reshape(1, 2, 4, 4), grid, align_corners=False)
 
 
 def causal(m, x):
@@ -181,17 +151,8 @@ def causal(m, x):
     return m(x, x, x, attn_mask=mask, need_weights=False)[0]
 
 
-def decoded(m, x):
-    mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
-    return m(x, x, tgt_mask=mask, tgt_is_causal=True)
-
-
 def of_sequences(function):
     return lambda m, x: function(m, x[:, None] + torch.arange(5)[:, None] / 3)
-
-
-def of_images(m, x):
-    return m((x[:, :, None] * x[:, None]).flatten(1).reshape(4, 1, 8, 8).expand(4, 3, 8, 8))
 
 
 def rough_cases():
@@ -199,15 +160,6 @@ def rough_cases():
     with warnings.catch_warnings():  # torch would rather have the newer one
         warnings.simplefilter("ignore", FutureWarning)
         old = nn.utils.weight_norm(nn.Linear(8, 4))
-    convolutions = nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1, groups=3),
-        nn.MaxPool2d(2),
-        nn.ConvTranspose2d(6, 2, 3, stride=2),
-        nn.AdaptiveAvgPool2d(2),
-    )
-    encoder = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-    evaluated = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
-    decoder = nn.TransformerDecoderLayer(8, 2, 16, 0.0, batch_first=True)
     attention = nn.MultiheadAttention(8, 2, batch_first=True)
     orthogonal = parametrizations.orthogonal
 
@@ -215,27 +167,14 @@ def rough_cases():
         return m(x)
 
     return {
-        "encoder": (encoder, of_sequences(call)),
-        "encoder that evaluates": (evaluated, of_sequences(call)),
-        "decoder": (decoder, of_sequences(decoded)),
         "attention": (attention, of_sequences(causal)),
-        "LSTM": (nn.LSTM(8, 6, batch_first=True), of_sequences(lambda m, x: m(x)[0])),
-        "GRU": (nn.GRU(8, 6, batch_first=True), of_sequences(lambda m, x: m(x)[0])),
         "weight norm": (parametrizations.weight_norm(nn.Linear(8, 4)), call),
         "old weight norm": (old, call),
         "spectral norm": (parametrizations.spectral_norm(nn.Linear(8, 4)), call),
-        "orthogonal": (orthogonal(nn.Linear(8, 8)), call),
-        "orthogonal by reflections": (
-            orthogonal(nn.Linear(8, 8), orthogonal_map="householder"),
-            call,
-        ),
-        "orthogonal by Cayley": (orthogonal(nn.Linear(8, 8), orthogonal_map="cayley"), call),
-        "convolutions": (convolutions, of_images),
-        "solve": lambda m, x: solved(m, x.T[:, :3]),
-        "solve from the right": lambda m, x: solved(m, x, left=False),
-        "solve of one vector": lambda m, x: solved(m, x[0]),
-        "solve of squares": lambda m, x: solved(m, m.weight.T),
-        "grid_sample": sampled,
+        **{
+            f"orthogonal by {by}": (orthogonal(nn.Linear(8, 8), orthogonal_map=by), call)
+            for by in ("matrix_exp", "householder", "cayley")
+        },
         "cdist of many": at_zero(lambda y: torch.cdist(y.repeat(7, 1) + MANY, y)),
     }
 
@@ -257,14 +196,11 @@ def unusual_cases():
     def of(*shape):
         return lambda m, x: m(x.reshape(shape))
 
-    def pooled(layer):
-        return nn.Sequential(nn.Linear(8, 27), nn.Unflatten(1, (1, 3, 3, 3)), layer)
-
-    def pooled2d(layer):
-        return nn.Sequential(nn.Linear(8, 18), nn.Unflatten(1, (2, 3, 3)), layer)
-
     def call(m, x):
         return m(x)
+
+    def pooled(layer, *shape):
+        return nn.Sequential(nn.Linear(8, math.prod(shape)), nn.Unflatten(1, shape), layer), call
 
     class Filtered(nn.Module):
         def __init__(self):
@@ -278,49 +214,22 @@ def unusual_cases():
     spread = torch.arange(8.0).diag()
     frozen = nn.Sequential(nn.Linear(8, 8), nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 3, 2))
     frozen[2].requires_grad_(False)
-    both = {"groups": 2, "stride": 2}
-    pools2d = {
-        "partial window": nn.AvgPool2d(2, ceil_mode=True),
-        "padding that counts": nn.AvgPool2d(2, padding=1, ceil_mode=True),
-        "padding": nn.AvgPool2d(3, 2, padding=1, ceil_mode=True, count_include_pad=False),
-        "divisor": nn.AvgPool2d(2, ceil_mode=True, divisor_override=3),
-        "norms": nn.LPPool2d(2, 2, ceil_mode=True),
-        "adaptive maxima": nn.AdaptiveMaxPool2d(2),
-    }
-    pools3d = {
-        "partial window in 3d": nn.AvgPool3d(2, ceil_mode=True),
-        "windows of two sizes": nn.AvgPool3d((2, 1, 3), (1, 2, 2), (1, 0, 1), ceil_mode=True),
-        "norms in 3d": nn.LPPool3d(2, 2, ceil_mode=True),
-        "adaptive maxima in 3d": nn.AdaptiveMaxPool3d((2, 3, 1)),
-    }
+    transposed = nn.ConvTranspose2d(4, 6, 3, 2, 1, 1, 2, dilation=2)
+    windows = nn.AvgPool3d((2, 1, 3), (1, 2, 2), (1, 0, 1), ceil_mode=True)
     return {
-        "1d without bias": (nn.Conv1d(1, 3, 3, bias=False), of(4, 1, 8)),
-        "2d without bias": (nn.Conv2d(2, 4, 2, bias=False), of(4, 2, 2, 2)),
-        "3d without bias": (nn.Conv3d(1, 4, 2, bias=False), of(4, 1, 2, 2, 2)),
         "frozen convolution": (frozen, call),
         "filter in a buffer": (Filtered(), call),
-        "valid": (nn.Conv2d(2, 4, 2, padding="valid", bias=False), of(4, 2, 2, 2)),
         "same": (nn.Conv2d(2, 4, 3, padding="same", groups=2), of(4, 2, 2, 2)),
-        "no batch": (nn.Conv1d(4, 2, 3, bias=False), of(4, 8)),
-        "1d transposed": (nn.ConvTranspose1d(4, 6, 3, bias=False, **both), of(2, 4, 4)),
-        "2d transposed": (
-            nn.ConvTranspose2d(4, 6, 3, output_padding=1, dilation=2, padding=1, **both),
-            of(2, 4, 2, 2),
-        ),
-        "3d transposed": (nn.ConvTranspose3d(4, 4, (1, 2, 3), **both), of(2, 4, 2, 2, 1)),
+        "2d transposed": (transposed, of(2, 4, 2, 2)),
         "each alone transposed": (nn.ConvTranspose2d(4, 4, 3, groups=4), of(2, 4, 2, 2)),
-        **{name: (pooled2d(layer), call) for name, layer in pools2d.items()},
-        **{name: (pooled(layer), call) for name, layer in pools3d.items()},
+        "padding that counts": pooled(nn.AvgPool2d(2, padding=1, ceil_mode=True), 2, 3, 3),
+        "windows of two sizes": pooled(windows, 1, 3, 3, 3),
         "ids by full": (nn.Embedding(5, 3), lambda m, x: m(torch.full((4,), 2))),
         "labels by full": lambda m, x: F.cross_entropy(m(x), torch.full((4,), 2)),
         "large by full": lambda m, x: m(x) * (torch.full((8,), 2**24 + 1) - 2**24),
         "eigenvalues": lambda m, x: torch.linalg.eigvalsh(m.weight + spread),
-        "of the other triangle": lambda m, x: torch.linalg.eigvalsh(m.weight + spread, UPLO="U"),
         "eigenvectors": lambda m, x: torch.linalg.eigh(m.weight + spread)[1] ** 2,
-        "slogdet": lambda m, x: torch.linalg.slogdet(m.weight + 2 * torch.eye(8))[1],
-        "logdet": lambda m, x: torch.logdet(m.weight.T + 2 * torch.eye(8)),
         "copies": copied,
-        "cosine_similarity": lambda m, x: F.cosine_similarity(m(x), HELD[0], dim=-1),
     }
 
 
@@ -355,10 +264,8 @@ def test_losses_and_gradients_are_torchs(make, tolerance):
 NORMS = {
     "momentum": (nn.BatchNorm2d(3), (4, 3, 2, 2)),
     "a mean of all batches": (nn.BatchNorm1d(3, momentum=None), (4, 3)),
-    "sequences": (nn.BatchNorm1d(3, momentum=0.3, affine=False), (4, 3, 5)),
     "no statistics": (nn.BatchNorm1d(3, track_running_stats=False), (4, 3)),
     "instances": (nn.InstanceNorm1d(3, affine=True, track_running_stats=True), (2, 3, 5)),
-    "instances alone": (nn.InstanceNorm2d(3), (2, 3, 4, 4)),
 }
 
 

@@ -1,6 +1,6 @@
 """Training steps of GPTs whose replicas are sharded inside, compiled for TPU slices.
 
-What `benchmarks/tpu_sharded.py` prints as a table and `tests/tpu_aot/test_sharded.py` holds.
+What `benchmarks/tpu_sharded.py` prints as a table.
 """
 
 import functools

@@ -8,7 +8,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import jaxslowmo as js
 from support.described import lowered_update, report_of_sync
@@ -21,20 +20,6 @@ PARAMS = {
     "vector": jax.ShapeDtypeStruct(VECTOR, jnp.float32),
 }
 SIZE = 256 * 512 + 3000
-BFLOAT16, FLOAT16 = js.codecs.bfloat16(), js.codecs.float16()
-CASES = {
-    "average": (js.local_sgd("replica", sync_every=2, codec=BFLOAT16), "bfloat16"),
-    "round 0": (js.sgp("replica", graph=js.topology.ring(REPLICAS), codec=FLOAT16), "float16"),
-}
-# Share of the bytes of float32, at most.
-FEW_BITS = {
-    "int4, whole": (js.codecs.int4(), False, REPLICAS, 0.14),
-    "int4, sharded": (js.codecs.int4(), True, REPLICAS, 0.14),
-    "int8, sharded": (js.codecs.int8(), True, REPLICAS, 0.27),
-    "int4, 16 replicas": (js.codecs.int4(), False, 16, 0.14),
-    "int8, 16 replicas": (js.codecs.int8(), False, 16, 0.27),
-    "bfloat16, whole": (js.codecs.bfloat16(error_feedback=True), False, REPLICAS, 0.51),
-}
 # Type, dimensions, tiles and kind of an instruction.
 COLLECTIVE = re.compile(
     r"= \(?(\w+)\[([\d,]*)\]\{[\d,]+:(T[(),\d]+)\S*\} "
@@ -42,46 +27,33 @@ COLLECTIVE = re.compile(
 )
 
 
-def mesh_of(replicas):
-    return tpu_mesh({8: "v5e:2x4", 16: "v5e:4x4"}[replicas], {"replica": replicas})
-
-
-@pytest.fixture(scope="module")
 def mesh():
-    return mesh_of(REPLICAS)
+    return tpu_mesh("v5e:2x4", {"replica": REPLICAS})
 
 
-@pytest.mark.parametrize("event", CASES)
-def test_a_compiled_exchange_is_in_16_bits(event, mesh):
-    sync, dtype = CASES[event]
-    (row,) = report_of_sync(sync, PARAMS, mesh, (event,)).select(level="compiled")
-    assert (row.axis, row.count, row.dtypes) == ("replica", 1, (dtype,))
+def test_a_compiled_exchange_is_in_16_bits():
+    sync = js.local_sgd("replica", sync_every=2, codec=js.codecs.bfloat16())
+    (row,) = report_of_sync(sync, PARAMS, mesh(), ("average",)).select(level="compiled")
+    assert (row.axis, row.count, row.dtypes) == ("replica", 1, ("bfloat16",))
     assert 2 * SIZE <= row.bytes <= 1.01 * 2 * SIZE
 
 
-@pytest.mark.parametrize("case", FEW_BITS)
-def test_a_compiled_slow_step_is_in_few_bits(case):
-    codec, shard_state, replicas, share = FEW_BITS[case]
-    mesh = mesh_of(replicas)
-    report, plain = (
-        report_of_sync(
-            js.diloco("replica", sync_every=2, codec=x, shard_state=shard_state),
-            PARAMS, mesh, ("slow",),
-        )
-        for x in (codec, None)
-    )  # fmt: skip
+def test_a_compiled_slow_step_is_in_few_bits():
+    sync = js.diloco("replica", sync_every=2, codec=js.codecs.int4(), shard_state=True)
+    report = report_of_sync(sync, PARAMS, mesh(), ("slow",))
+    plain = 2 * 4 * SIZE * (REPLICAS - 1) / REPLICAS  # an all-reduce of float32
     for level in ("emitted", "compiled"):
         rows = report.select(level=level)
         assert {row.collective for row in rows} == {"all-to-all", "all-gather"}, level
         assert {row.dtypes for row in rows} == {("uint8",)}, level
-        assert report.wire_bytes(level=level) <= share * plain.wire_bytes(level="emitted"), level
+        assert report.wire_bytes(level=level) <= 0.15 * plain, level
 
 
-def test_bytes_stay_bytes(mesh):
+def test_bytes_stay_bytes():
     """In tiles of whole rows too, so that no padding travels besides."""
     tx = js.all_reduce_gradients("replica", hook=js.hooks.int8(), bucket_bytes=10**9)
-    lowered = lowered_update(tx, jax.ShapeDtypeStruct((250_000,), jnp.float32), mesh)
-    report = js.comm_report_of(lowered, mesh=mesh, compile=False)
+    lowered = lowered_update(tx, jax.ShapeDtypeStruct((250_000,), jnp.float32), mesh())
+    report = js.comm_report_of(lowered, mesh=mesh(), compile=False)
     assert all(row.dtypes == ("uint8",) for row in report.rows)
     plain = 2 * 4 * 250_000 * (REPLICAS - 1) // REPLICAS  # an all-reduce of float32
     assert report.wire_bytes() <= 0.26 * plain

@@ -9,9 +9,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from support.bytes_of_steps import PADDED_TO, bytes_sent
 from support.steps_of_algorithms import (
-    NUM_PARAMETERS,
     SHARDED,
     Place,
     check_bytes,
@@ -42,47 +40,16 @@ def each_of(cases: Iterable[tuple[str, Place]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("algorithm", "place"), parameters)
 
 
-def places(*between: pytest.MarkDecorator) -> pytest.MarkDecorator:
-    """Both places, that of four slices with more marks."""
-    four = pytest.param(FOUR_SLICES, marks=[at(FOUR_SLICES), *between], id=FOUR_SLICES.name)
-    one = pytest.param(ONE_SLICE, marks=at(ONE_SLICE), id=ONE_SLICE.name)
-    return pytest.mark.parametrize("place", [one, four])
-
-
-each_case = each_of(CASES)
-
-
-@each_case
-def test_bytes_are_as_computed(algorithm, place):
-    for kind in kinds(algorithm, place):
-        # Parts of an all-reduce over both levels are the compiler's: the next test.
-        if (kind, place) != ("every", FOUR_SLICES):
-            check_bytes(facts(algorithm, place, kind), formula_kind(kind), place)
-
-
-@at(FOUR_SLICES)
-@pytest.mark.parametrize("algorithm", ["all_reduce", "all_reduce, option"])
-def test_bytes_of_an_all_reduce_over_both_levels(algorithm):
-    """Between slices each chip sends its part, padded by at most 8 KiB in each bucket.
-
-    Inside, the compiler scatters by an all-reduce and a slice: 1.5 times the bytes that are needed.
-    """
-    found = facts(algorithm, FOUR_SLICES, "every")
-    ideal = bytes_sent("every", NUM_PARAMETERS, 4, 16, with_padding=False)
-    assert found.counts("replica") == {"send": NUM_BUCKETS, "recv": NUM_BUCKETS}
-    assert (
-        0 <= found.bytes_sent("replica") - ideal.replica <= 2 * 3 / 4 * NUM_BUCKETS * 4 * PADDED_TO
-    )
-    assert found.bytes_sent("device") == pytest.approx(1.5 * ideal.device, rel=0.03)
-
-
-@each_case
-def test_local_steps_send_nothing_between_replicas(algorithm, place):
-    """On several slices: no transfer leaves the slice. The text of the program says so too."""
+@each_of(CASES)
+def test_bytes_are_as_computed_and_local_steps_send_nothing_between_replicas(algorithm, place):
+    """On several slices no transfer leaves the slice. The text of the program says so too."""
     local = [kind for kind in kinds(algorithm, place) if kind == "local"]
     assert bool(local) == (algorithm.startswith(("local_sgd", "diloco", "slowmo(local")))
     for kind in kinds(algorithm, place):
         found = facts(algorithm, place, kind)
+        # Parts of an all-reduce over both levels are the compiler's.
+        if (kind, place) != ("every", FOUR_SLICES):
+            check_bytes(found, formula_kind(kind), place)
         crossing = [word for word in (" send(", " recv(", "megascale") if word in found.text]
         if kind in local:
             assert found.counts("replica") == {}
@@ -138,12 +105,13 @@ def test_memory_of_sharded_state(algorithm, place):
     check_memory_of_sharded_state(facts, algorithm, place)
 
 
-@places()
+@pytest.mark.parametrize("place", [pytest.param(place, marks=at(place)) for place in PLACES])
 def test_what_is_left_out(place):
     check_what_is_left_out(place)
 
 
-@places(pytest.mark.exhaustive)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("place", [pytest.param(place, marks=at(place)) for place in PLACES])
 def test_documented_table(place):
     """`tpu_programs.md` has the table that `python benchmarks/tpu_proofs.py` prints now."""
     TABLE.check_documented(place)

@@ -6,55 +6,22 @@ import signal
 import time
 
 from faults.registry import fault
-from faults.stand import FOR_EVER, Fault, Run, Stand, is_saving, last_step, steps_saved
+from faults.stand import FOR_EVER, Fault, Stand, is_saving, last_step, steps_saved
 
-_WITHIN = 10
 _STILL_SECONDS = 2
 _PROMISE = "all end within 10 s with 143; the last saved step is named"
 # Late: what follows upon a step that took some seconds, as the first do, may take as long.
-_UNFINISHED = r"checkpoints/50\."
 # Where the second save hangs, or a step after the first.
-_HANGS: dict[str, Fault] = {
-    "a save hangs where process 1 writes": {
-        "process": 1,
-        "event": "os.scandir",
-        "path": rf"{_UNFINISHED}.*/ocdbt\.process_1",
-    },
-    "a save hangs where process 0 gives it its name": {
-        "process": 0,
-        "event": "os.rename",
-        "path": _UNFINISHED,
-    },
-    "process 1 hangs between two steps": {"process": 1, "step": 48},
-}
-# From process 0's hang of a save a signal's way is that from process 1's.
-_TRIED = [
-    (what, target)
-    for what in _HANGS
-    for target in ("launch", "trainer 0", "trainer 1")
-    if target == "launch" or "process 1" in what
-]
+_UNFINISHED = r"checkpoints/50\..*/ocdbt\.process_1"
+_SAVE: Fault = {"process": 1, "event": "os.scandir", "path": _UNFINISHED}
+_STEP: Fault = {"process": 1, "step": 48}
 
 
-def _hangs(stand: Stand, what: Fault, target: str) -> None:
-    options = (*FOR_EVER, "--checkpoint-every", "10")
-    run = (stand.launch if target == "launch" else stand.train)(
-        *options, fault={**what, "do": "hang"}
-    )
+@fault("a save hangs where process 1 writes; SIGTERM to trainer 0", _PROMISE, _SAVE, 0)
+@fault("process 1 hangs between two steps; SIGTERM to trainer 1", _PROMISE, _STEP, 1)
+def hangs(stand: Stand, what: Fault, target: int) -> None:
+    run = stand.train(*FOR_EVER, "--checkpoint-every", "10", fault={**what, "do": "hang"})
     run.until_step(40)
-    _wait_until_still(stand, run)
-    if target == "launch":
-        run.send(signal.SIGTERM)
-    else:
-        run.strike()
-        os.kill(stand.trainer(int(target[-1])), signal.SIGTERM)
-    run.ends(143, within=_WITHIN)
-    newest = max(steps_saved(stand.out))
-    for index in range(len(run.commands)):
-        assert f"the last saved step is {newest}, in {stand.out}" in run.err(index)
-
-
-def _wait_until_still(stand: Stand, run: Run) -> None:
     state = [(-1, 0.0)]
 
     def is_still() -> bool:
@@ -64,10 +31,12 @@ def _wait_until_still(stand: Stand, run: Run) -> None:
         return now - state[0][1] > _STILL_SECONDS
 
     run.until(is_still, "the hang")
-
-
-for _what, _target in _TRIED:
-    fault(f"{_what}; SIGTERM to {_target}", _PROMISE, _HANGS[_what], _target)(_hangs)
+    run.strike()
+    os.kill(stand.trainer(target), signal.SIGTERM)
+    run.ends(143, within=10)
+    newest = max(steps_saved(stand.out))
+    for index in range(len(run.commands)):
+        assert f"the last saved step is {newest}, in {stand.out}" in run.err(index)
 
 
 @fault("SIGTERM while a save advances", "code 0; the last step is saved")
@@ -80,16 +49,3 @@ def advances(stand: Stand) -> None:
     assert max(steps_saved(stand.out)) == last_step(stand.out)
     summary = json.loads((stand.out / "summary.json").read_text())
     assert summary["status"] == "preempted", summary["status"]
-
-
-@fault("a trainer is stopped for 4 s under a heartbeat of 10 s", "goes on; code 0")
-def stopped(stand: Stand) -> None:
-    run = stand.launch("--steps", "400")
-    run.until_step(stand.random.randint(10, 100))
-    victim = stand.trainer(stand.random.randrange(2))
-    os.kill(victim, signal.SIGSTOP)
-    time.sleep(4)
-    os.kill(victim, signal.SIGCONT)
-    run.strike()
-    run.ends(0)
-    assert last_step(stand.out) == 400

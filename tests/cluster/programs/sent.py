@@ -1,24 +1,16 @@
-"""Count what this host's interface sends for synchronisations, and for local steps.
+"""Count what this host's interface sends for synchronisations, and for local steps."""
 
-Arguments: rank, processes. Prints one line of JSON: by algorithm, bytes.
-"""
-
-import json
 from pathlib import Path
 
-from start import start
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-RANK, COUNT = start(1)
-
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import optax  # noqa: E402
-from jax import lax  # noqa: E402
-from jax.sharding import NamedSharding  # noqa: E402
-from jax.sharding import PartitionSpec as P  # noqa: E402
-
-import jaxslowmo as js  # noqa: E402
+import jaxslowmo as js
 
 R = "replica"
 ELEMENTS = 2**20  # float32 parameters: 4 MiB
@@ -29,9 +21,7 @@ COUNTER = Path("/sys/class/net/eth0/statistics/tx_bytes")
 # What makes a step, and its synchronisations in UPDATES updates.
 CASES = {
     "all_reduce": (lambda: {"gradients": js.all_reduce_gradients(R)}, UPDATES),
-    "local_sgd": (lambda: {"sync": js.local_sgd(R, sync_every=EVERY)}, UPDATES // EVERY),
     "sgp": (lambda: {"sync": js.sgp(R)}, UPDATES),
-    "overlapped sgp": (lambda: {"sync": js.sgp(R, overlap=1)}, UPDATES),
     "slowmo": (
         lambda: {"sync": js.slowmo(R, base=js.local_sgd(R, sync_every=999), sync_every=EVERY)},
         UPDATES // EVERY,
@@ -39,37 +29,29 @@ CASES = {
     "diloco": (lambda: {"sync": js.diloco(R, sync_every=EVERY)}, UPDATES // EVERY),
     "int8": (lambda: {"gradients": js.all_reduce_gradients(R, hook=js.hooks.int8())}, UPDATES),
     "local steps": (lambda: {"sync": js.local_sgd(R, sync_every=999)}, 1),
-    "local steps, traced": (
-        lambda: {"sync": js.local_sgd(R, sync_every=999), "mode": "traced"},
-        1,
-    ),
     # With 2 MiB of a NumPy batch on every host.
     "batches, local_sgd": (lambda: {"sync": js.local_sgd(R, sync_every=999)}, 1),
-    "batches, slowmo": (
-        lambda: {"sync": js.slowmo(R, base=js.local_sgd(R, sync_every=99), sync_every=990)},
-        1,
-    ),
     "batches, global": (
         lambda: {"sync": js.local_sgd(R, sync_every=999), "host_batch": "global"},
         1,
     ),
 }
-OWN = np.random.default_rng(RANK).normal(size=2**19).astype(np.float32)
-BATCHES = {"batches, local_sgd": OWN, "batches, slowmo": OWN}
-BATCHES["batches, global"] = np.linspace(0, 1, COUNT * 2**19, dtype=np.float32)
 
 
-def main() -> None:
-    mesh = js.make_mesh({R: COUNT})
-    split = NamedSharding(mesh, P(R))
-    ones = jax.make_array_from_callback((COUNT,), split, lambda i: np.ones(COUNT, np.float32)[i])
+def bytes_sent(mesh: jax.sharding.Mesh) -> dict[str, float]:
+    """By algorithm, for each synchronisation; for local steps all of them together."""
+    count, split = mesh.size, NamedSharding(mesh, P(R))
+    own = np.random.default_rng(jax.process_index()).normal(size=2**19).astype(np.float32)
+    whole = np.linspace(0, 1, count * 2**19, dtype=np.float32)
+    batches = {"batches, local_sgd": own, "batches, global": whole}
+    ones = jax.make_array_from_callback((count,), split, lambda i: np.ones(count, np.float32)[i])
     total = jax.jit(
         jax.shard_map(lambda x: lax.psum(x, R), mesh=mesh, in_specs=P(R), out_specs=P())
     )
 
     def meet() -> None:
         """All have done what they were to do."""
-        assert float(total(ones).addressable_data(0)[0]) == COUNT
+        assert float(total(ones).addressable_data(0)[0]) == count
 
     params = {"w": np.linspace(0, 1, ELEMENTS, dtype=np.float32)}
     meet()
@@ -82,7 +64,7 @@ def main() -> None:
             **({"mode": "host"} | options()),
         )
         state = step.init(params)
-        batch = BATCHES.get(name, ones)
+        batch = batches.get(name, ones)
         for _ in range(EVERY):  # compiles every program
             state, _ = step(state, batch)
         jax.block_until_ready(state)
@@ -94,7 +76,4 @@ def main() -> None:
         meet()
         found[name] = (int(COUNTER.read_text()) - before) / times
         meet()  # nobody goes on while another has not read its counter
-    print(json.dumps(found), flush=True)
-
-
-main()
+    return found

@@ -1,8 +1,11 @@
 """Train a small network by every algorithm; write losses and parameters of this process's replicas.
 
+With a process per replica it also prints what its host sends, as JSON.
+
 Arguments: rank, processes, devices per process (0: one device, replicas by vmap), output file.
 """
 
+import json
 import sys
 
 import numpy as np
@@ -20,14 +23,13 @@ import jax.numpy as jnp  # noqa: E402
 import optax  # noqa: E402
 from jax.sharding import NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
+from sent import bytes_sent  # noqa: E402
 
 import jaxslowmo as js  # noqa: E402
 
 R = "replica"
 STEP_OPTIONS = {
     "all_reduce": lambda: {"gradients": js.all_reduce_gradients(R)},
-    "local_sgd": lambda: {"sync": js.local_sgd(R, sync_every=3)},
-    "sgp": lambda: {"sync": js.sgp(R)},
     "slowmo over sgp": lambda: {"sync": js.slowmo(R, base=js.sgp(R), sync_every=4)},
     "slowmo": lambda: {
         "sync": js.slowmo(R, base=js.local_sgd(R, sync_every=2), sync_every=4, shard_state=True)
@@ -35,9 +37,6 @@ STEP_OPTIONS = {
     "diloco": lambda: {"sync": js.diloco(R, sync_every=5)},
     # With a process per replica these are sent beside the steps.
     "local_sgd, delayed": lambda: {"sync": js.local_sgd(R, sync_every=4, delay=3, merge=0.25)},
-    "slowmo, delayed": lambda: {
-        "sync": js.slowmo(R, base=js.local_sgd(R, sync_every=3), sync_every=6, delay=5)
-    },
     "diloco, in fragments": lambda: {
         "sync": js.diloco(R, sync_every=6, fragments=2, delay=2, shard_state=False)
     },
@@ -94,6 +93,8 @@ def main() -> None:
             for replica, array in own(value).items():
                 found[f"{name}/{replica}/{leaf}"] = array
     np.savez(sys.argv[4], **found)
+    if jax.process_count() == REPLICAS:
+        print(json.dumps(bytes_sent(mesh)))
     print("devices", jax.local_device_count(), "of", jax.device_count(), flush=True)
 
 

@@ -19,8 +19,8 @@ class Function(nn.Module):
         super().__init__()
         self.function = function
 
-    def forward(self, x):
-        return self.function(x)
+    def forward(self, *args, **options):
+        return self.function(*args, **options)
 
 
 def in_torch(function):
@@ -30,15 +30,27 @@ def in_torch(function):
     return value.item(), x.grad.numpy()
 
 
-def in_jax(function, jit=jax.jit):
+def in_jax(function):
     apply = on_jax.as_apply(Function(lambda x: function(x * 1)))
-    return jit(jax.value_and_grad(lambda x: apply({}, {}, x)))(jnp.asarray(X))
+    return jax.value_and_grad(lambda x: apply({}, {}, x))(jnp.asarray(X))
 
 
-def assert_as_torch(function):
-    (value, gradient), (wanted, of_torch) = in_jax(function), in_torch(function)
-    np.testing.assert_allclose(value, wanted, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(gradient, of_torch, rtol=1e-6, atol=1e-6)
+def assert_as_torch(functions):
+    """Those of a dict of functions in one program, each of an argument of its own."""
+    xs = {name: jnp.asarray(X) for name in functions}
+
+    def summed(xs):
+        applied = {
+            n: on_jax.as_apply(Function(lambda x, f=f: f(x * 1))) for n, f in functions.items()
+        }
+        values = {name: apply({}, {}, xs[name]) for name, apply in applied.items()}
+        return sum(values.values()), values
+
+    gradients, values = jax.jit(jax.grad(summed, has_aux=True))(xs)
+    for name, function in functions.items():
+        wanted, of_torch = in_torch(function)
+        for found, of in ((values[name], wanted), (gradients[name], of_torch)):
+            np.testing.assert_allclose(found, of, rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 def all_read(x, other, view):

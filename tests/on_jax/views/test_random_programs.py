@@ -83,13 +83,13 @@ def run(steps, x):
     return total
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(views_and_writes())
 def test_random_programs(steps):
     try:
         wanted, gradient = in_torch(lambda x: run(steps, x))
     except RuntimeError:  # torch refuses: a list's view in place, or what backward needs is gone
         return
-    value, found = in_jax(lambda x: run(steps, x), jit=lambda function: function)
+    value, found = in_jax(lambda x: run(steps, x))
     np.testing.assert_allclose(value, wanted, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(found, gradient, rtol=1e-5, atol=1e-5)
