@@ -70,16 +70,3 @@ def test_only_calls_that_update_communicate():
 
     assert "psum" not in program(False)
     assert "psum" in program(True)
-
-
-def test_the_inner_chain_is_traced_once():
-    traced = []
-
-    def update(updates, state, params=None):
-        traced.append(1)
-        return updates, state
-
-    inner = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    tx = js.gradients.accumulate(inner, every=2)
-    jax.make_jaxpr(lambda g: tx.update(g, tx.init(g), g))(jnp.ones(3))
-    assert len(traced) == 1

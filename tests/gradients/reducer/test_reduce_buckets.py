@@ -56,7 +56,7 @@ def reduced(grads, hooks, layout):
     return jax.tree.map(np.asarray, jax.jit(mapped)(grads))
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(reductions())
 def test_exact_hooks_are_a_mean_of_every_leaf(case):
     grads, layout = case
@@ -82,10 +82,7 @@ WHOLE = 4 * (96 * 64 + 64 * 33 + 33)
 @pytest.mark.parametrize(
     ("hook", "kind", "count", "sent", "dtype"),
     [
-        (None, "every", 2, WHOLE, "float32"),
-        (js.hooks.mean(), "every", 2, WHOLE, "float32"),
         (js.hooks.bf16_compress(), "every", 2, WHOLE // 2, "bfloat16"),
-        (js.hooks.fp16_compress(), "every", 2, WHOLE // 2, "float16"),
         (js.hooks.noop(), "every", 0, 0, None),
         # Two factors for the bucket of matrices; the vector's bucket is a plain mean every time.
         (

@@ -23,12 +23,12 @@ coalesce = jax.jit(js.sparse.coalesce, static_argnames="capacity")
 to_dense = jax.jit(js.sparse.RowGradient.to_dense)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     rows=st.sampled_from([0, 1, 8]).flatmap(
         lambda size: st.lists(st.integers(-2, 9), min_size=size, max_size=size)
     ),
-    capacity=st.sampled_from([None, 3, 12]),
+    capacity=st.sampled_from([None, 3]),
     tail=st.sampled_from([(), (2, 2)]),
 )
 def test_coalescing_keeps_the_sum(rows, capacity, tail):

@@ -62,13 +62,6 @@ def test_with_a_capacity_fewer_rows_are_sent_and_more_where_it_does_not_suffice(
     assert rows_of(found, "overflow") == gathered(2) | gathered(ENTRIES)
 
 
-def test_overflow_sends_the_table_where_that_is_less():
-    # Two rows of each replica are no more than a table of 13, six are.
-    found = report(capacity=2, num_rows=13)
-    assert rows_of(found, "local") == gathered(2)
-    assert rows_of(found, "overflow") == gathered(2) | {("all-reduce", 1, 13 * ROW_BYTES)}
-
-
 def test_rows_are_sent_up_to_equal_bytes_on_the_wire():
     """R * k * (4 + w) <= 2 * N * w: 4 * 6 * 24 = 576, and a row of the table counts for 40."""
     assert rows_of(report(num_rows=15), "every") == gathered(ENTRIES)

