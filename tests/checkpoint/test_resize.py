@@ -20,15 +20,14 @@ def trained(step, replicas: int, updates: int):
 
 def consensus(state: js.TrainState) -> dict[str, np.ndarray]:
     """Return the sum of all mass over the sum of all weights, in float64."""
-    params, sync = state.params, state.exchange
-    gossip = sync.local.get("base") if isinstance(sync.local, dict) else sync.local
-    terms = [(np.ones(len(state.step)), params)]
-    if isinstance(gossip, js.algorithms.PushSumState):
-        terms = [(gossip.weight, params), *((a.weight, a.mean) for a in gossip.in_flight)]
+    terms = [(np.ones(len(state.step)), state.params)]
+    if isinstance(state.exchange.local, dict):
+        gossip = state.exchange.local["base"]
+        terms = [(gossip.weight, state.params), *((a.weight, a.mean) for a in gossip.in_flight)]
     total = sum(np.sum(w, dtype=np.float64) for w, _ in terms)
     return {
         name: sum(np.tensordot(np.float64(w), np.float64(x[name]), 1) for w, x in terms) / total
-        for name in params
+        for name in state.params
     }
 
 
@@ -37,14 +36,8 @@ def anchor(step, state):
     return on_host(read)
 
 
-def momentum(state: js.TrainState):
-    return on_host(state.exchange.shared["outer"].velocity)
-
-
 NOTES = {
     "slowmo over sgp": ("push-sum", "in flight", "kept exactly", "averaged", "PRNG"),
-    "own anchors": ("slow momentum of its own",),
-    "noloco": ("slow momentum of its own", "averaged"),
     "all_reduce": ("error feedback", "Counters go on"),
 }
 
@@ -72,7 +65,6 @@ def test_4_to_3_to_8(name, tmp_path):
             np.testing.assert_allclose(b[-1].astype(np.float64), mean, rtol=rounding, atol=1e-7)
         assert new.step.tolist() == [6] * replicas
         assert len({key.tobytes() for key in new.rng}) == replicas
-        assert not {k.tobytes() for k in new.rng} & {k.tobytes() for k in old.rng}
         text = " ".join(found.notes)
         for words in (f"{replicas} replicas", f"consensus of {len(old.step)}", *NOTES[name]):
             assert words in text
@@ -84,55 +76,40 @@ def test_4_to_3_to_8(name, tmp_path):
             anchors = anchor(old_step, state), anchor(step, found.state)
             for leaf, a in anchors[0].items():
                 np.testing.assert_array_equal(a[0], anchors[1][leaf][-1])
-            moved = momentum(found.state)
-            for leaf, velocity in momentum(state).items():
+            velocities = (x.exchange.shared["outer"].velocity for x in (old, new))
+            for velocity, moved in zip(*map(jax.tree.leaves, velocities), strict=True):
                 assert np.any(velocity)
-                np.testing.assert_array_equal(velocity, moved[leaf])
+                np.testing.assert_array_equal(velocity, moved)
         state, old_step = found.state, step
 
 
-def scaled_step(replicas: int, axes=()):
-    tx = js.dynamic_loss_scale(optax.adam(0.1), axes, growth_interval=5, initial=16.0)
-    return js.make_train_step(
-        lambda params, x: (params["w"] * x).mean(),
-        tx if axes else optax.chain(optax.masked(tx, {"w": True}), optax.identity()),
-        sync=js.local_sgd("replica", sync_every=2),
-        mesh=js.virtual_mesh({"replica": replicas}),
-    )
-
-
-@pytest.mark.parametrize("axes", [(), "replica"], ids=["of each", "common to all"])
-def test_the_least_loss_scale_goes_on_with_its_counters(axes, tmp_path):
+def test_the_least_loss_scale_goes_on_with_its_counters(tmp_path):
     """A mean would be no power of two; of equal scales it is that which grows last."""
+    tx = js.dynamic_loss_scale(optax.adam(0.1), growth_interval=5, initial=16.0)
+
+    def step_on(replicas):
+        return js.make_train_step(
+            lambda params, x: (params["w"] * x).mean(),
+            tx,
+            sync=js.local_sgd("replica", sync_every=2),
+            mesh=js.virtual_mesh({"replica": replicas}),
+        )
+
     params = {"w": np.ones(3, np.float32)}
-    state = scaled_step(4, axes).init(params)
+    state = step_on(4).init(params)
     values = {
-        "loss_scale": [16.0, 1.0, 16.0, 1.0],
-        "growth_count": [4, 3, 2, 1],
-        "skipped": [0, 4, 0, 5],
+        "loss_scale": np.float32([16, 1, 16, 1]),
+        "growth_count": np.int32([4, 3, 2, 1]),
+        "skipped": np.int32([0, 4, 0, 5]),
     }
-    if axes:
-        values = {name: [x[1]] * 4 for name, x in values.items()}
-
-    def is_scale(x):
-        return hasattr(x, "growth_count")
-
-    def with_values(x):
-        if not is_scale(x):
-            return x
-        arrays = {n: jax.numpy.asarray(v, getattr(x, n).dtype) for n, v in values.items()}
-        return x._replace(**arrays)
-
-    opt_state = jax.tree.map(with_values, state.opt_state, is_leaf=is_scale)
+    scales = state.opt_state._replace(**values)
     with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(0, state._replace(opt_state=opt_state), wait=True)
-        for replicas in (1, 4, 6):
-            found = checkpoints.restore(scaled_step(replicas, axes), params)
-            leaves = jax.tree.leaves(found.state.opt_state, is_leaf=is_scale)
-            (own,) = filter(is_scale, leaves)
+        checkpoints.save(0, state._replace(opt_state=scales), wait=True)
+        for replicas in (4, 6):
+            found = checkpoints.restore(step_on(replicas), params)
             for name, x in values.items():
-                wanted = x if replicas == 4 else [x[-1]] * replicas
-                assert getattr(own, name).tolist() == wanted, (replicas, name)
+                wanted = x.tolist() if replicas == 4 else [x[-1]] * replicas
+                assert getattr(found.state.opt_state, name).tolist() == wanted, (replicas, name)
             assert ("loss scale" in " ".join(found.notes)) == (replicas != 4)
 
 
@@ -173,31 +150,3 @@ def test_copies_of_parameters_go_where_the_parameters_go(tmp_path):
     np.testing.assert_allclose(after, [wanted] * 2, atol=1e-6)
     plain = np.mean(np.float64(state.params["w"]), axis=0)
     assert np.abs(found.params["w"] - plain[None]).max() > 1e-4
-
-
-def test_a_guard_keeps_its_counts(tmp_path):
-    """One of three updates was refused on 4 replicas; 2 replicas go on from there."""
-
-    def step_on(replicas):
-        return js.make_train_step(
-            lambda p, x: ((p["w"] - x) ** 2).mean(),
-            optax.sgd(0.1),
-            sync=js.only_finite(js.diloco("replica", sync_every=2)),
-            mesh=js.virtual_mesh({"replica": replicas}),
-        )
-
-    params = {"w": np.zeros(3, np.float32)}
-    step = step_on(4)
-    state = step.init(params)
-    for x in (1.0, np.nan, 2.0):
-        state, _ = step(state, np.full(4, x, np.float32))
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, state, wait=True)
-        guard = checkpoints.restore(step_on(2), params).state.exchange
-    old = state.exchange
-    assert (
-        np.unique(old.local["refused"]).tolist()
-        == np.unique(guard.local["refused"]).tolist()
-        == [1]
-    )
-    assert guard.local["refused"].shape == (2,)

@@ -1,14 +1,12 @@
 """What a loss is given to compute in and what it gives back; scaled gradients; who is asked."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.gradients.precision import any_over, apply_policy, scaled_value_and_grad
+from jaxslowmo.gradients.precision import apply_policy, scaled_value_and_grad
 from jaxslowmo.tracing import as_full_loss
 
 TREE = {
@@ -83,5 +81,3 @@ def test_gradients_of_a_scaled_loss_are_those_of_the_loss():
     np.testing.assert_allclose(value, (x**2).sum(), rtol=1e-3)
     # 2 * 2 times the scale is infinite in float16: so is the gradient, and the update is skipped.
     np.testing.assert_array_equal(np.isfinite(grads), [True, True, True, True, False])
-
-

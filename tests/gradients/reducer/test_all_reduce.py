@@ -1,11 +1,8 @@
 """Gradients of leaves that are sharded inside a replica: every device reduces its own blocks."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -124,18 +121,3 @@ def test_a_hook_keeps_a_state_for_each_block(mesh_of):
         for name, mean in means.items():
             np.testing.assert_array_equal(np.asarray(mean)[0], count * np.mean(values[name], 0))
     np.testing.assert_array_equal(state.hook[0]["calls"], np.full((2, 4), 2))
-
-
-def test_a_step_says_that_a_hook_gathers_leaves(mesh_of):
-    mesh = mesh_of({"replica": 2, "fsdp": 4})
-    for specs in (None, {"w": P("fsdp")}):
-        tx = js.all_reduce_gradients("replica", hook=with_memory(), param_specs=specs)
-        step = js.make_train_step(
-            lambda p, x: jnp.mean((x @ p["w"]) ** 2), optax.sgd(0.1), gradients=tx, mesh=mesh
-        )
-        state = step.init({"w": jax.device_put(jnp.ones((8, 4)), NamedSharding(mesh, P("fsdp")))})
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            step(state, jnp.ones((4, 8)))
-        told = ["are gathered for each" in str(w.message) for w in seen]
-        assert told == [True] * (specs is None)

@@ -6,7 +6,6 @@ which a value varies are part of that.
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -129,33 +128,3 @@ def test_what_is_reduced_stays_equal(name):
     params = {"m": jnp.ones((4, 6)), "v": jnp.ones(6)}
     state = jax.eval_shape(init, params)
     jax.eval_shape(jax.shard_map(step, mesh=mesh, **specs), params, state, jnp.ones(4))
-
-
-def test_float64_gradients_keep_their_precision():
-    """Beside other dtypes, with weights and without."""
-    rng = np.random.default_rng(0)
-    grads, weight = rng.normal(size=(4, 3, 5)), np.array([1, 2, 0, 4], np.float32)
-    transforms = {
-        "plain": reduce(),
-        "top_k": reduce(js.hooks.top_k(1.0)),
-        "accumulate": js.gradients.accumulate(reduce(), every=1),
-        "rows": js.sparse.all_reduce_rows("replica", tables=("g",), path="rows"),
-        "table": js.sparse.all_reduce_rows("replica", tables=("g",), path="dense"),
-    }
-
-    def run(grads, weight):
-        given = {"g": grads, "h": grads.astype(jnp.float16)}
-
-        def mean(tx, **extra):
-            return tx.update(given, tx.init(given), given, **extra)[0]["g"]
-
-        return {n: (mean(tx), mean(tx, weight=weight)) for n, tx in transforms.items()}
-
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        found = jax.jit(jax.vmap(run, axis_name="replica"))(grads, weight)
-    for name, means in found.items():
-        for mean, share in zip(
-            means, (np.full(4, 0.25), np.float64(weight) / 7 * 3 / 4), strict=True
-        ):
-            wanted = np.broadcast_to(np.tensordot(share, grads, 1), mean.shape)
-            np.testing.assert_allclose(mean, wanted, rtol=1e-13, atol=1e-15, err_msg=name)

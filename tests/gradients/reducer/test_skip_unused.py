@@ -117,25 +117,6 @@ def test_uses_of_a_replica_that_has_run_out_do_not_count():
     assert updates["s"] == -2.0
 
 
-def test_two_levels():
-    """Used by one device of one replica is used by all."""
-    axes = {"replica": 2, "device": 2}
-    whole = optax.chain(js.all_reduce_gradients(tuple(axes)), optax.sgd(1.0))
-    tx = js.gradients.skip_unused(whole, tuple(axes))
-
-    def step(params, grads):
-        updates, state = tx.update(grads, tx.init(params), params)
-        return updates, state.used_by
-
-    grads = {name: np.zeros((2, 2, 3), np.float32) for name in "ab"}
-    grads["a"][1, 0] = 4.0
-    params = {name: np.ones((2, 3), np.float32) for name in "ab"}
-    updates, used_by = lift(step, axes, "shard_map", (False, True))(params, grads)
-    assert np.array_equal(used_by, [[1, 0]] * 2)
-    assert np.array_equal(updates["a"], np.full((2, 3), -1.0))
-    assert not np.any(updates["b"])
-
-
 def test_names_of_what_is_not_used():
     """In the last update, and in any; before it nothing is known."""
     tx = js.gradients.skip_unused(optax.sgd(0.1), "replica")

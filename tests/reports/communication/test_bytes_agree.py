@@ -84,6 +84,17 @@ ALGORITHMS = {  # the exchange of parameters, and the formula of each of its eve
 }
 
 
+CASES = [
+    ("local_sgd", "some divide", 2),
+    ("int8", "rows of tiles", 4),
+    ("int8", "none divides", 2),
+    ("slowmo", "some divide", 4),
+    ("diloco", "rows of tiles", 3),
+    ("whole", "rows of tiles", 2),
+    ("sgp", "none divides", 4),
+]
+
+
 def statistics(nbytes, replicas, name):
     if name == "sgp":
         return [("collective-permute", "statistics", nbytes, 0, None)]
@@ -111,8 +122,6 @@ def reported(report, kind):
         amounts = found.setdefault((row.collective, row.content), [0, 0])
         amounts[0] += row.bytes
         amounts[1] += row.wire_bytes
-    assert report.bytes(kind=kind) == sum(nbytes for nbytes, _ in found.values())
-    assert report.wire_bytes(kind=kind) == sum(wire for _, wire in found.values())
     return {key: tuple(value) for key, value in found.items() if any(value)}
 
 
@@ -129,9 +138,7 @@ def report_of(shapes, mesh, num_statistics, **parts):
 
 
 @pytest.mark.filterwarnings("ignore:.* stay whole on each replica")
-@pytest.mark.parametrize("replicas", [2, 3, 4])
-@pytest.mark.parametrize("shapes", SHAPES)
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(("name", "shapes", "replicas"), CASES)
 def test_rows_are_what_the_shapes_say(name, shapes, replicas):
     sync, events = ALGORITHMS[name]
     make = js.virtual_mesh if replicas == 3 else js.make_mesh
@@ -144,13 +151,12 @@ def test_rows_are_what_the_shapes_say(name, shapes, replicas):
         assert report.wire_bytes(kind="local") == 0
 
 
-@pytest.mark.parametrize("shapes", SHAPES)
-def test_gradients_statistics_and_metrics_have_their_names(shapes):
+def test_gradients_statistics_and_metrics_have_their_names():
     """Between replicas, and inside of them, where metrics are averaged, too."""
     mesh = js.make_mesh({"replica": 2, "device": 2})
     both = js.all_reduce_gradients(("replica", "device"))
-    report = report_of(SHAPES[shapes], mesh, 6, gradients=both)
-    size = ITEM * sum(map(math.prod, SHAPES[shapes]))
+    report = report_of(SHAPES["none divides"], mesh, 6, gradients=both)
+    size = ITEM * sum(map(math.prod, SHAPES["none divides"]))
     found = {}
     for row in report.select(level="emitted"):
         key = row.axis, row.content

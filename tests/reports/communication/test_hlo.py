@@ -15,7 +15,6 @@ from jaxslowmo.reports._hlo import (
     parse_scope,
     parse_target,
     read_collectives,
-    shapes,
     wire_bytes,
 )
 
@@ -62,11 +61,9 @@ PERMUTED = f"({F}, {F}, u32[]{{:S(2)}}, u32[]{{:S(2)}})"
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        (f"{F} all-reduce(%p), {GROUPS}, to_apply=%add", ("all-reduce", 4096)),
         (f"{F} all-reduce({F} %p), {GROUPS}", ("all-reduce", 4096)),
         (f"{F} all-reduce-start(%p), {GROUPS}", ("all-reduce", 4096)),
         (f"f32[8,16]{{1,0}} reduce-scatter(%p), {GROUPS}", ("reduce-scatter", 4096)),
-        (f"f32[512,16]{{1,0}} all-gather(%p), {GROUPS}", ("all-gather", 32768)),
         ("f32[512,16]{1,0} all-gather(%p), replica_groups={}", ("all-gather", 32768)),
         (f"({F}, f32[512,16]) all-gather-start(%p), {GROUPS}", ("all-gather", 32768)),
         (
@@ -77,12 +74,10 @@ PERMUTED = f"({F}, {F}, u32[]{{:S(2)}}, u32[]{{:S(2)}})"
             f"({F}, {F}) all-reduce(%p, /*index=1*/%p), replica_groups=mesh['a'=8] {{'a'}}",
             ("all-reduce", 8192),
         ),
-        (f"{F} collective-broadcast(%p), {GROUPS}", ("collective-broadcast", 4096)),
         (f"{F} ragged-all-to-all(%p, %p, %o, %o, %o, %o), {GROUPS}", ("ragged-all-to-all", 4096)),
         (f"{F} all-reduce-done(%p)", None),
         (f'{F} add(%p, %p), metadata={{op_name="all-reduce(x"}}', None),
         (f"({F}, u32[], token[]) send(%p, %t), is_host_transfer=true", None),
-        (f"({F}, {F}, u32[]) copy-start(%p)", None),
         (f'{F} slice-start(%p), metadata={{op_name="fusion(calls=%wrapped"}}', None),
     ],
 )
@@ -110,10 +105,8 @@ ASYNC_TYPE = "((f32[64,16]{1,0}), f32[8,16]{1,0}, s32[])"
 
 ASYNCHRONOUS = {
     "async": "calls=%wrapped",
-    "fusion": "kind=kCustom, calls=%wrapped",
     "call": 'async_execution_thread="parallel", to_apply=%wrapped',
     "custom-call": 'custom_call_target="t", called_computations={%wrapped}',
-    "one-to-come": "calls=%wrapped",
     "reduce-scatter": GROUPS,
 }
 
@@ -128,13 +121,6 @@ def test_what_is_asynchronous_counts_once(opcode):
             f"  ROOT %d = f32[8,16]{{1,0}} {opcode}-done(%u){repeated}"
         )
         assert read(text_of("wrapped") + entry(body)) == [("reduce-scatter", 4096, False)]
-
-
-def test_asynchronous_fusions_inside_each_other_and_two_of_one():
-    start = f"{ASYNC_TYPE} fusion-start(%p), kind=kCustom, calls="
-    inner = f"%inner (p: f32[64,16]) -> f32[8,16] {{\n{P}  %t = {start}%wrapped\n}}\n"
-    body = P + f"  %s = {start}%inner\n  %z = {start}%wrapped\n"
-    assert read(text_of("wrapped") + inner + entry(body)) == [("reduce-scatter", 4096, False)] * 2
 
 
 def test_tpu_fused_reduce_scatter_and_the_same_pair_outside_a_fusion():
@@ -186,9 +172,7 @@ def test_conditionals_of_all_spellings_and_phases_of_scopeless_collectives():
     [
         ("1", "%stop", "%n", "", 7),
         ("7", "%stop", "%n", "", 1),
-        ("4", "%stop", "%n", "", 2),
         ("1", "%carried", "%five", "", 2),
-        ("1", "%carried", "%start", "", 0),
         ("1", "%carried", "%n", "", None),
         ("0", "%stop", "%n", "", None),
         ("1", "%carried", "%n", ', backend_config={"known_trip_count":{"n":"5"}}', 5),
@@ -202,12 +186,6 @@ def test_trip_counts(step, bound, last, config, trips):
         (loop,) = read_hlo(program).block
         assert isinstance(loop, Loop)
         assert loop.trip_count == trips
-
-
-def test_types():
-    types = [("bfloat16", 2048), ("int4", 2), ("bool", 2), ("token", 0)]
-    assert shapes("(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s4[3], pred[2], token[])") == types
-    assert shapes("f8e4m3fn[3], c64[2]") == [("float8_e4m3fn", 3), ("complex64", 16)]
 
 
 TARGETS = {
@@ -227,16 +205,13 @@ def test_targets_of_transfers_between_slices():
 WIRE_BYTES = {
     ("all-reduce", "", 8): 1400,
     ("all-reduce", "", 0): 1600,  # of a large group
-    ("reduce-scatter", "", 8): 700,
     ("all-gather", "", 2): 400,
-    ("all-to-all", "", 8): 700,
     ("ragged-all-to-all", "", 8): 700,
     ("collective-broadcast", "", 8): 800,
     ("recv", "all-reduce", 8): 0,
     ("send", "", 8): 800,
     ("send", "all-reduce", 4): 1200,
     ("send", "all-gather", 8): 5600,  # its operand is the shard
-    ("send", "all-gather", 0): 800,
 }
 
 

@@ -8,7 +8,6 @@ from jaxslowmo.reports._step_times import (
     DeviceOp,
     StepProgram,
     length,
-    mean_times,
     overlap,
     step_times,
 )
@@ -69,15 +68,6 @@ def test_names_that_no_instruction_has():
     found = times(("0", "ncclDevKernel_AllReduce_Sum_f32", 0, 1), ("0", "memset", 1, 3))
     assert found.communication == {"other": 1}
     assert found.other_compute_time == 2
-    unrelated = DeviceOp("0", 0, 10**9, "memset", is_ours=False)
-    assert step_times([unrelated], StepProgram(TEXT), 1.0).other_compute_time == 0
-
-
-def test_means_over_steps():
-    average = mean_times([times(("0", "slow.1", 0, 2)), times(("0", "ar-start", 0, 1))])
-    assert average.communication == {"slow": 1, "gradients": 0.5}
-    assert (average.communication_time, average.step_time) == (1.5, 1)
-    assert mean_times([]).step_time == 0
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)))
