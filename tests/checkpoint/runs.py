@@ -70,6 +70,13 @@ def batch(t: int, replicas: int) -> np.ndarray:
     return np.random.default_rng(t).normal(size=(replicas * 2, 5)).astype(np.float32)
 
 
+def trained(step: js.train.TrainStep, state: js.TrainState, first: int, last: int) -> js.TrainState:
+    """The state after the updates from `first` on and before `last`."""
+    for t in range(first, last):
+        state, _ = step(state, batch(t, len(state.step)))
+    return state
+
+
 def on_host(state: Any) -> Any:
     """Return the state as NumPy arrays, with the data of PRNG keys in place of keys."""
 

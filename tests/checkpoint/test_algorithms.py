@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from checkpoint.runs import MODEL_STATE, PARAMS, batch, leaf_bytes, make_step, on_host
+from checkpoint.runs import MODEL_STATE, PARAMS, leaf_bytes, make_step, on_host, trained
 from jaxslowmo.checkpoint import Checkpoints
 
 SAVED = 5
@@ -47,9 +47,7 @@ def restored(folder, step):
 
 def saved(folder, sync, updates=SAVED):
     step = make(sync)
-    state = started(step)
-    for t in range(updates):
-        state, _ = step(state, batch(t, 2))
+    state = trained(step, started(step), 0, updates)
     with Checkpoints(folder) as checkpoints:
         checkpoints.save(updates, state)
     return state
@@ -133,3 +131,77 @@ def test_what_is_in_flight_arrives_with_the_same_delay_alone(tmp_path):
     assert "What was in flight is dropped." in found.notes
     for flight in found.state.exchange.local["in_flight"]:
         assert np.all(np.asarray(flight.parts) == -1)
+
+
+# What codecs have not sent
+
+CODECS = {
+    "float32": None,
+    "int8": js.codecs.int8(block=16),
+    "top_k": js.codecs.top_k(0.2, chunk=64),
+}
+KINDS = {
+    "whole": {"shard_state": False},
+    "sharded": {"shard_state": True},
+    "fragments": {"shard_state": True, "fragments": 2},
+    "late fragments": {"shard_state": False, "fragments": 2, "delay": 1},
+    "late": {"shard_state": True, "delay": 1},
+}
+
+
+def made(codec, kind, replicas):
+    sync = js.diloco(
+        "replica", sync_every=4, codec=CODECS[codec], outer_optimizer=optax.sgd(0.7, momentum=0.5),
+        **KINDS[kind],
+    )  # fmt: skip
+    return make_step(None, replicas, sync=sync)
+
+
+def anchor(step, state):
+    sync, x = state.exchange, state.params
+    return on_host(js.read_anchor(step.sync, sync, x, mesh=step.mesh, axis_name="replica"))
+
+
+def sums(state):
+    """Return the mean of what replicas have not sent, by leaf; None if that is dropped."""
+    sent = state.exchange.local.get("sent", ())
+    leaves = jax.tree.leaves_with_path(sent.residual) if sent else []
+    return {path[-1].key: np.float64(leaf).mean(0) for path, leaf in leaves}
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind", "new_codec", "new_kind"),
+    [
+        ("int8", "late", "int8", "late"),
+        ("float32", "sharded", "top_k", "sharded"),
+        ("int8", "whole", "float32", "fragments"),
+        ("top_k", "whole", "int8", "late fragments"),
+    ],
+)
+def test_a_run_goes_on_with_another_codec(codec, kind, new_codec, new_kind, tmp_path):
+    step = made(codec, kind, 4)
+    state = trained(step, step.init(PARAMS, model_state=MODEL_STATE), 0, 7)
+    before, lost = anchor(step, state), sums(state)
+    # A leaf that stays whole is sent in full.
+    assert any(np.any(x) for x in lost.values()) == (codec != "float32")
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, state, wait=True)
+        for replicas in (4, 3):
+            new = made(new_codec, new_kind, replicas)
+            restored = checkpoints.restore(new, PARAMS, model_state=MODEL_STATE)
+            if is_same := (codec, kind, 4) == (new_codec, new_kind, replicas):
+                assert leaf_bytes(restored.state) == leaf_bytes(state)
+            assert restored.is_exact == is_same
+            for name, values in anchor(new, restored.state).items():
+                np.testing.assert_allclose(values[0], before[name][0], rtol=1e-6, atol=1e-7)
+            found = sums(restored.state)
+            assert bool(found) == (new_codec != "float32")
+            for name, values in found.items():
+                wanted = lost.get(name, np.zeros_like(values))
+                np.testing.assert_allclose(values, wanted, atol=1e-7, err_msg=name)
+            text = " ".join(restored.notes)
+            assert ("had not sent is dropped" in text) == (bool(lost) and not found)
+            assert "in flight is dropped" not in text
+        after = trained(new, restored.state, 7, 7 + 6)
+    moved = [np.abs(v[0] - before[k][0]).max() for k, v in anchor(new, after).items()]
+    assert all(0 < x < 1 for x in moved)

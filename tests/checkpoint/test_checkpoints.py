@@ -46,7 +46,6 @@ def test_the_newest_are_kept_beside_other_files(step, state, tmp_path):
         assert (checkpoints.failure, checkpoints.written()) == (None, 0)
         assert checkpoints.folder == str(tmp_path)
     assert (tmp_path / "run.json").exists()
-    assert (tmp_path / "007" / "state").exists()
 
 
 LOSSES = [("min", 3.0, 1), ("min", 1.0, 2), ("min", np.nan, 2), ("min", 1.0, 4)]
@@ -86,15 +85,6 @@ def test_one_that_is_not_complete_is_not_seen(state, tmp_path):
         checkpoints.save(2, after(state, 2), wait=True)
         assert checkpoints.steps() == (1, 2)
         assert not (tmp_path / "2.orbax-checkpoint-tmp").exists()
-
-
-def test_of_another_library(step, tmp_path):
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-        item = ocp.args.PyTreeSave({"w": np.ones(2)})
-        other = ocp.args.Composite(default=item, record=ocp.args.JsonSave({"format": 1}))
-        checkpointer.save(tmp_path / "8", args=other)
-    with pytest.raises(CheckpointError, match=r"8 .*not written by jaxslowmo"):
-        restore(tmp_path, step)
 
 
 def test_a_record_is_checked_but_may_have_what_other_versions_note(step, state, tmp_path):

@@ -98,29 +98,20 @@ def test_a_failed_read_leaves_nothing_that_complains_later(saved):
 
 def test_what_cannot_be_read_is_set_aside_by_the_next_save(saved):
     folder, steps, known = saved
-    checkpoints, arguments = Checkpoints(folder), (steps[2], PARAMS)
+    checkpoints = Checkpoints(folder)
     for t in (3, 2):
         (folder / str(t) / "record" / "metadata").write_text("{")
     assert checkpoints.extra(fallback=True) == {}
     with pytest.raises(CheckpointError, match="3"):
         checkpoints.extra()
-    with pytest.warns(UserWarning, match="damaged") as warned:
-        found = checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
-    assert ["step 2" in str(w.message) for w in warned] == [True, False]
-    assert (found.step, leaf_bytes(found.state)) == (1, known[2, 1])
-    state, _ = steps[2](found.state, batch(2, 2))
+    step, found, said = restored(folder, steps[2], fallback=True)
+    assert (step, found, len(said)) == (1, known[2, 1], 2)
+    state = Checkpoints(folder).restore(steps[2], PARAMS, model_state=MODEL_STATE, step=1).state
+    state, _ = steps[2](state, batch(2, 2))
     checkpoints.save(2, state, wait=True)
     assert checkpoints.steps() == (1, 2)
     assert (folder / "3.set-aside").exists()
     assert restored(folder, steps[2])[:2] == (2, known[2, 2])
-    for t in (1, 2):
-        (folder / str(t) / "record" / "metadata").unlink()
-    with (
-        pytest.warns(UserWarning, match="step 1"),
-        pytest.raises(CheckpointError, match="/1 ") as raised,
-    ):
-        checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
-    assert raised.value.older_step is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "complex64", "int4"])

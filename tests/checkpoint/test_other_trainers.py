@@ -102,28 +102,6 @@ def test_other_replicas_begin_at_the_consensus(form, sync, before, after, tmp_pa
     trained(other, found.state, 5, 6, many)
 
 
-def keyed(state, batch):
-    new, metrics = stepped(state, batch)
-    return new | {"key": jax.random.split(state["key"])[0], "mean": batch.mean(0)}, metrics
-
-
-def test_keys_become_each_replicas_own_and_statistics_the_mean(tmp_path):
-    def step_on(replicas):
-        return js.with_exchange(keyed, js.sgp("replica"), mesh=mesh_of(replicas), **PARTS)
-
-    one = start(PARAMS) | {"key": jax.random.key(1), "mean": np.zeros(8, np.float32)}
-    few, many = step_on(2), step_on(5)
-    state = trained(few, few.init(one), 0, 3, 2)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, state, wait=True)
-        found = checkpoints.restore(many, one)
-    old, new = on_host(state.state), on_host(found.state.state)
-    assert "PRNG" in " ".join(found.notes)
-    assert len({x.tobytes() for x in new["key"]}) == 5
-    np.testing.assert_array_equal(new["key"][0], old["key"][0])
-    np.testing.assert_allclose(new["mean"], [old["mean"].mean(0)] * 5, rtol=1e-6)
-
-
 def test_other_states_and_steps_are_refused_by_name(tmp_path):
     step = js.with_exchange(stepped, SYNCS["diloco"](), mesh=mesh_of(2), **PARTS)
     plain = js.make_train_step(loss_fn, optax.sgd(0.1), sync=SYNCS["diloco"](), mesh=mesh_of(2))

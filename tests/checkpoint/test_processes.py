@@ -79,12 +79,6 @@ with Checkpoints(folder, keep=9, patience=600) as checkpoints:
         found = restored(checkpoints, fallback=True)
     print("FALLBACK", found.step, *(w.message for w in caught))
     export_consensus(folder / "model", found.state.params, mesh=mesh)
-    # Each replica lies on both processes.
-    across = jax.sharding.Mesh(np.array(jax.devices()).reshape(2, 2).T, ("replica", "fsdp"))
-    lies, rows = NamedSharding(across, P("replica", "fsdp")), np.float32([[0, 1], [4, 5]])
-    parts = jax.make_array_from_callback(rows.shape, lies, lambda i: rows[i])
-    export_consensus(folder / "sharded", parts, mesh=across)
-    print("SHARDED", load_consensus(folder / "sharded")["(root)"].tolist())
 
 # Process 1 cannot write; then both go on.
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -97,8 +91,8 @@ with Checkpoints(folder.with_name("full"), patience=600) as checkpoints:
     limit(100)
     checkpoints.save(2, after(2))
     error = error_of(checkpoints.wait)
+    limit(resource.RLIM_INFINITY)  # of what is printed, too
     print("FULL", error.errno, "(process 1: File too large" in str(error))
-    limit(resource.RLIM_INFINITY)
     checkpoints.save(4, after(4), wait=True)
     print("AGAIN", checkpoints.steps(), restored(checkpoints).step)
     # A file server's client lists what was there a while ago, or nothing that others write.
@@ -140,7 +134,6 @@ def test_saved_by_two_processes(mesh_of, tmp_path, monkeypatch):
         assert "1, 2, 3, 4, 5" in said["MISSING"]
         assert said["FALLBACK"].startswith("5 ")
         assert "a broken cable" in said["FALLBACK"]
-        assert said["SHARDED"] == "[2.0, 3.0]"
         assert said["FULL"] == "27 True"
         assert said["AGAIN"] == "(4,) 4"
         assert "LISTED 5 False\nLISTED 6 True\n" in text

@@ -4,19 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxslowmo.reports._hlo import (
-    Branches,
-    Collective,
-    Computation,
-    Loop,
-    ProgramCollectives,
-    parse_groups,
-    parse_module,
-    parse_scope,
-    parse_target,
-    read_collectives,
-    wire_bytes,
-)
+from jaxslowmo.reports import _hlo as hlo
 
 GROUPS = "replica_groups={{0,1,2,3,4,5,6,7}}"
 
@@ -25,18 +13,18 @@ def text_of(name: str) -> str:
     return Path(__file__).with_name("programs").joinpath(f"{name}.hlo").read_text()
 
 
-def read_hlo(text: str, *options) -> ProgramCollectives:
-    module = parse_module("HloModule jit_f, num_partitions=8\n" + text)
-    return read_collectives(module, True, *options)
+def read_hlo(text: str, *options) -> hlo.ProgramCollectives:
+    module = hlo.parse_module("HloModule jit_f, num_partitions=8\n" + text)
+    return hlo.read_collectives(module, True, *options)
 
 
 def leaves(block, conditional=False):
     """Yield every collective of a tree, and whether it is inside a conditional."""
     for node in block:
-        if isinstance(node, Collective):
+        if isinstance(node, hlo.Collective):
             yield node, conditional
         else:
-            inside = isinstance(node, Branches)
+            inside = isinstance(node, hlo.Branches)
             for inner in node.blocks if inside else (node.block,):
                 yield from leaves(inner, conditional or inside)
 
@@ -92,11 +80,11 @@ def test_groups_in_mesh_form_with_device_ids_survive_the_comma():
         f"(f32[1,4]{{1,0}}, f32[1,4]{{1,0}}) all-to-all(%a, %b), channel_id=1, "
         f'replica_groups={groups}, metadata={{op_name="jit(f)/mul, \\"q, {{" stack_frame_id=2}}'
     )
-    parsed = Computation("c", {"r": line}).instruction("r")
+    parsed = hlo.Computation("c", {"r": line}).instruction("r")
     assert parsed.operands == ["a", "b"]
-    of_line = parse_groups(parsed.attributes.partition("replica_groups=")[2])
-    assert of_line == parse_groups(groups) == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert parse_scope(parsed.attributes) == 'jit(f)/mul, \\"q, {'
+    of_line = hlo.parse_groups(parsed.attributes.partition("replica_groups=")[2])
+    assert of_line == hlo.parse_groups(groups) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert hlo.parse_scope(parsed.attributes) == 'jit(f)/mul, \\"q, {'
 
 
 # Printers write an asynchronous X with the suffixes -start, -update and -done, and all that X has.
@@ -163,7 +151,7 @@ def test_conditionals_of_all_spellings_and_phases_of_scopeless_collectives():
     ):
         body = P + f"  ROOT %k = f32[64,16] {which}"
         (node,) = read_hlo(text + entry(body)).block
-        assert isinstance(node, Branches)
+        assert isinstance(node, hlo.Branches)
         assert [c.phase for c, inside in leaves((node,)) if inside] == ["slow"]
 
 
@@ -184,7 +172,7 @@ def test_trip_counts(step, bound, last, config, trips):
     for opcode in (" while(", " while-start("):
         program = text.replace("CONFIG", config).replace(" while(", opcode)
         (loop,) = read_hlo(program).block
-        assert isinstance(loop, Loop)
+        assert isinstance(loop, hlo.Loop)
         assert loop.trip_count == trips
 
 
@@ -198,7 +186,7 @@ TARGETS = {
 
 
 def test_targets_of_transfers_between_slices():
-    assert {text: parse_target(text, 2) for text in TARGETS} == TARGETS
+    assert {text: hlo.parse_target(text, 2) for text in TARGETS} == TARGETS
 
 
 # By collective, what a send is a part of, and devices of a group: bytes that one sends of 800.
@@ -217,7 +205,78 @@ WIRE_BYTES = {
 
 def test_bytes_on_the_wire_of_a_ring_and_of_permutes_on_average():
     for (name, pattern, group_size), sent in WIRE_BYTES.items():
-        collective = Collective(name, (), 800, (), pattern=pattern)
-        assert wire_bytes(collective, group_size) == sent, (name, pattern, group_size)
-    pairs = Collective("collective-permute", ((0, 1), (1, 1), (2, 0)), 800, (), pairs=True)
-    assert [wire_bytes(pairs, 4, devices) for devices in (0, 4, 8)] == [800, 400, 200]
+        collective = hlo.Collective(name, (), 800, (), pattern=pattern)
+        assert hlo.wire_bytes(collective, group_size) == sent, (name, pattern, group_size)
+    pairs = hlo.Collective("collective-permute", ((0, 1), (1, 1), (2, 0)), 800, (), pairs=True)
+    assert [hlo.wire_bytes(pairs, 4, devices) for devices in (0, 4, 8)] == [800, 400, 200]
+
+
+# Groups of devices, and the axes that they stand for
+
+DEVICE = ((0, 1, 2, 3), (4, 5, 6, 7))
+REPLICA = ((0, 4), (1, 5), (2, 6), (3, 7))
+ALL = (tuple(range(8)),)
+MESH = hlo.MeshAxes((("replica", 2), ("device", 4)), tuple(range(8)))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", DEVICE),
+        ("{}", ()),
+        ("[2,4]<=[8]", DEVICE),
+        ("[4,2]<=[2,4]T(1,0)", REPLICA),
+        ("[4,2]<=[2,2,2]T(0,2,1)", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['replica'=2,'device'=4] {'replica','device'}", ALL),
+        ("mesh['axis_0'=2,'axis_1'=4,'axis_2'=1] {'axis_1'}", DEVICE),
+        ("mesh['r'=2,'fsdp'=4] {'fsdp':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        (
+            "mesh['axis_0'=4,'axis_1'=2], device_ids=([2,2,2]T(0,2,1)) {'axis_0':(2)2}",
+            ((0, 1), (2, 3), (4, 5), (6, 7)),
+        ),
+        ("something else", None),
+    ],
+)
+def test_parse_groups(text, expected):
+    groups = hlo.parse_groups(text)
+    if expected is None:
+        assert groups is None
+    else:
+        assert sorted(groups) == sorted(expected)
+
+
+def test_device_order():
+    assert hlo.device_order("", 3) == (0, 1, 2)
+    assert hlo.device_order("[6]<=[2,3]T(1,0)", 6) == (0, 3, 1, 4, 2, 5)
+    assert hlo.device_order("2, 0, 1", 3) == (2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "are_pairs", "expected"),
+    [
+        (((3, 2, 1, 0), (7, 6, 5, 4)), False, ("device", 4)),
+        (REPLICA, False, ("replica", 2)),
+        ((), False, ("replica,device", 8)),
+        (((0,), (1,)), False, ("?", 1)),
+        (((0, 1), (2, 3), (4, 5), (6, 7)), False, ("?", 2)),
+        (DEVICE[:1], False, ("?", 4)),
+        (None, False, ("?", 0)),
+        (((0, 1), (1, 2), (7, 4)), True, ("device", 4)),
+        (((0, 5), (5, 0)), True, ("replica,device", 8)),
+        (((0, 0), (1, 1)), True, ("?", 1)),
+        (((0, 9),), True, ("?", 2)),
+    ],
+)
+def test_axis_of_groups_and_of_pairs(groups, are_pairs, expected):
+    assert hlo.axis_of(groups, are_pairs, (MESH,)) == expected
+
+
+def test_meshes_with_axes_of_size_one_in_another_order_and_of_several():
+    ones = hlo.MeshAxes((("one", 1), *MESH.axes[:1], ("uno", 1), *MESH.axes[1:]), MESH.ids)
+    assert hlo.axis_of(REPLICA, False, (ones,)) == ("replica", 2)
+    turned = hlo.MeshAxes((("a", 4), ("b", 2)), (0, 4, 1, 5, 2, 6, 3, 7))
+    assert hlo.axis_of(REPLICA, False, (turned,)) == ("b", 2)
+    # The first mesh that matches names the axis.
+    other = hlo.MeshAxes((("x", 4), ("y", 2)), tuple(range(8)))
+    assert hlo.axis_of(((0, 1), (2, 3), (4, 5), (6, 7)), False, (MESH, other)) == ("y", 2)
+    assert hlo.axis_of(ALL, False, (other, MESH)) == ("x,y", 8)

@@ -1,4 +1,4 @@
-"""Another number of replicas: what is averaged, what is kept, and that it is said."""
+"""Other numbers of replicas: what is averaged, what is kept, and that it is said; and the same."""
 
 import jax
 import numpy as np
@@ -6,16 +6,18 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from checkpoint.runs import MODEL_STATE, PARAMS, batch, make_step, on_host
+from checkpoint.runs import (
+    MODEL_STATE,
+    PARAMS,
+    PERIOD,
+    batch,
+    leaf_bytes,
+    make_step,
+    on_host,
+    trained,
+)
 from jaxslowmo.checkpoint import Checkpoints
 from support.promotion import promoting
-
-
-def trained(step, replicas: int, updates: int):
-    state = step.init(PARAMS, model_state=MODEL_STATE)
-    for t in range(updates):
-        state, _ = step(state, batch(t, replicas))
-    return state
 
 
 def consensus(state: js.TrainState) -> dict[str, np.ndarray]:
@@ -45,7 +47,7 @@ NOTES = {
 @pytest.mark.parametrize("name", NOTES)
 def test_4_to_3_to_8(name, tmp_path):
     old_step = make_step(name, 4, mode="traced")
-    state = trained(old_step, 4, 6)
+    state = trained(old_step, old_step.init(PARAMS, model_state=MODEL_STATE), 0, 6)
     for replicas in (3, 8):
         step = make_step(name, replicas, mode="traced")
         with Checkpoints(tmp_path / str(replicas)) as checkpoints:
@@ -139,7 +141,7 @@ def test_copies_of_parameters_go_where_the_parameters_go(tmp_path):
         make_step("sgp", n, sync=sync, optimizer=free, mode="traced")
         for n, sync in ((4, js.sgp("replica", graph=graph)), (2, js.sgp("replica")))
     ]
-    state = trained(steps[0], 4, 3)
+    state = trained(steps[0], steps[0].init(PARAMS, model_state=MODEL_STATE), 0, 3)
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(3, state, wait=True)
         found = checkpoints.restore(steps[1], PARAMS, model_state=MODEL_STATE).state
@@ -150,3 +152,47 @@ def test_copies_of_parameters_go_where_the_parameters_go(tmp_path):
     np.testing.assert_allclose(after, [wanted] * 2, atol=1e-6)
     plain = np.mean(np.float64(state.params["w"]), axis=0)
     assert np.abs(found.params["w"] - plain[None]).max() > 1e-4
+
+
+# The same number
+
+LAST = PERIOD + 1
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "slowmo over sgp", "diloco"])
+def test_every_step_of_a_period_can_be_resumed(name, mesh_of, tmp_path):
+    """Together they hold all kinds of state, in host mode and in traced mode."""
+    mode = "host" if name == "slowmo over sgp" else "traced"
+    step = make_step(name, mesh_of({"replica": 4}), mode=mode)
+    state = step.init(PARAMS, model_state=MODEL_STATE, seed=3)
+    with Checkpoints(tmp_path, keep=LAST) as checkpoints:
+        for t in range(1, LAST + 1):
+            state, _ = step(state, batch(t, 4))  # which donates what may still be written
+            checkpoints.save(t, state, extra={"position": [t, {"a": None}]})
+        undisturbed = leaf_bytes(state)
+        for t in range(1, LAST):
+            restored = checkpoints.restore(step, PARAMS, model_state=MODEL_STATE, step=t)
+            assert (restored.step, restored.is_exact, restored.notes) == (t, True, ())
+            assert restored.extra == {"position": [t, {"a": None}]}
+            state = trained(step, restored.state, t + 1, LAST + 1)
+            assert leaf_bytes(state) == undisturbed, t
+
+
+def test_leaves_without_elements_and_moments_that_widen_come_back(tmp_path):
+    """Orbax stores no empty leaves; the first update multiplies half moments by float32 rates."""
+    injected = promoting(optax.inject_hyperparams(optax.adam, hyperparam_dtype=np.float32)(0.1))
+    params = {**PARAMS, "none": np.zeros((0, 3), np.float32)}
+    step = make_step("local_sgd", 2, optimizer=injected)
+    state = step.init(params, model_state=MODEL_STATE)
+    assert state.opt_state.inner_state[0].mu["b"].dtype.itemsize == 2
+    state, _ = step(state, batch(1, 2))
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, wait=True)
+        for replicas in (2, 3):
+            other = make_step("local_sgd", replicas, optimizer=injected)
+            restored = checkpoints.restore(other, params, model_state=MODEL_STATE)
+            assert restored.is_exact == (replicas == 2)
+            assert restored.state.params["none"].shape == (replicas, 0, 3)
+            assert restored.state.opt_state.inner_state[0].mu["b"].dtype.itemsize == 4
+            if replicas == 2:
+                assert leaf_bytes(restored.state) == leaf_bytes(state)

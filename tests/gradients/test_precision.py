@@ -1,13 +1,18 @@
 """Tests of `js.dynamic_loss_scale`: what it divides, when it skips, and who skips together."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.gradients.precision import check_nesting
+from jaxslowmo.gradients.precision import ScaleRule, apply_policy, check_nesting
+from jaxslowmo.tracing import as_full_loss
 from support.executions import lift
 from support.promotion import promoting
 
@@ -85,7 +90,7 @@ def test_extra_arguments_pass_through_and_only_gradients_are_divided(unscaled):
 
     tx = scaled(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update))
     grads = {"rows": jnp.arange(3), "values": jnp.full(3, 16.0)}
-    extra = {"grad": grads, "value": 5.0, "weight": 2.0}
+    extra = {"grad": grads, "value": 5.0}
     updates, _ = tx.update(grads, tx.init(grads), grads, unscaled=unscaled, **extra)
     want = grads if unscaled else {"rows": jnp.arange(3), "values": jnp.full(3, 2.0)}
     assert_equal((updates, heard), (want, extra | {"grad": want}))
@@ -127,14 +132,6 @@ def test_replicas_that_exchange_gradients_or_have_an_axis_skip_together(name):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
 
 
-def test_a_window_around_it_is_skipped_as_a_whole():
-    tx = js.gradients.accumulate(scaled(optax.sgd(1.0)), 2)
-    results = updates_of(tx, [like_params(x) for x in (1.0, jnp.inf, 2.0, 4.0)])
-    assert_equal(results[1][0], like_params(0.0))
-    assert_equal(results[3][0], like_params(-3.0))
-    assert int(results[3][1].inner.skipped) == 1
-
-
 def test_one_flag_is_sent_and_none_without_axes():
     grads = jax.tree.map(lambda p: jnp.stack([p] * REPLICAS), PARAMS)
     for axes, calls in ((("replica",), 1), ((), 0)):
@@ -142,29 +139,6 @@ def test_one_flag_is_sent_and_none_without_axes():
         run = lambda g, tx=tx: tx.update(g, tx.init(g), g)[0]  # noqa: E731
         lowered = lift(run, {"replica": REPLICAS}, "shard_map", (False,)).lower(grads)
         assert lowered.as_text().count("stablehlo.all_reduce") == calls
-
-
-def test_an_optimizer_may_map_over_axes_of_its_own(mesh_of):
-    """Their collectives bind axes that the wrapper does not have."""
-    mesh, sharded = mesh_of({"replica": 2, "fsdp": 4}), jax.sharding.PartitionSpec("fsdp")
-
-    def normed(x):
-        total = jax.lax.psum(jnp.sum(jnp.abs(x)), "fsdp")
-        return jnp.where(total > 0, x / total, x)
-
-    def update(grads, params):
-        how = {"in_specs": sharded, "out_specs": sharded, "axis_names": {"fsdp"}}
-        return jax.tree.map(jax.shard_map(normed, **how), grads)
-
-    tx = js.dynamic_loss_scale(optax.chain(optax.stateless(update), optax.sgd(1.0)))
-    step = js.make_train_step(
-        lambda p, b: jnp.sum(p["w"]) * jnp.mean(b),
-        tx, mesh=mesh, sync=js.local_sgd("replica", sync_every=1),
-    )  # fmt: skip
-    state = step.init({"w": jax.device_put(np.ones(8), jax.NamedSharding(mesh, sharded))})
-    for x in (1.0, np.inf):
-        state, _ = step(state, np.full(8, x, np.float32))
-    np.testing.assert_allclose(state.params["w"], 7 / 8)
 
 
 def test_the_scale_is_found_wherever_the_wrapper_stands():
@@ -181,3 +155,144 @@ def test_the_scale_is_found_wherever_the_wrapper_stands():
     assert js.loss_scale_of(optax.adam(0.1).init(PARAMS)) is None
     stacked = found.init(PARAMS)._replace(loss_scale=np.float32([8, 4]))
     np.testing.assert_array_equal(js.loss_scale_of((stacked, ())), [8, 4])
+
+
+# The rule
+
+
+def expected(options, pattern):
+    """(scale, growth count, hysteresis left) after each update, as ColossalAI's scaler has them."""
+    scale, count, left = np.float32(options["initial"]), 0, options["hysteresis"]
+    found = []
+    for overflow in pattern:
+        if overflow:
+            count, left = 0, left - 1
+            if left <= 0:
+                scale = max(
+                    scale * np.float32(options["backoff"]), np.float32(options["min_scale"])
+                )
+        else:
+            count += 1
+            if count == options["growth_interval"]:
+                count, left = 0, options["hysteresis"]
+                if scale < options["max_scale"]:
+                    scale = scale * np.float32(options["growth"])
+        found.append((scale, count, max(left, 0)))
+    return found
+
+
+@functools.cache
+def compiled(**options):
+    rule = ScaleRule(**options)
+
+    def step(state, overflow):
+        state = rule.next_state(state, overflow)
+        return state, state
+
+    return jax.jit(lambda pattern: jax.lax.scan(step, rule.init_state(()), pattern)[1])
+
+
+# Interval, hysteresis, growth, backoff, least and largest scale.
+RULES = [
+    (2, 1, 3.0, 0.3, 8.0, 24.0),
+    (3, 1, 1.5, 0.9, 1e-30, 1e30),
+    (1, 2, 3.0, 0.3, 1.0, 64.0),
+    (2, 3, 1.5, 0.9, 16.0, 16.0),
+]
+
+
+@given(st.lists(st.booleans(), min_size=24, max_size=24), st.sampled_from(RULES))
+def test_any_pattern(pattern, rule):
+    names = ("growth_interval", "hysteresis", "growth", "backoff", "min_scale", "max_scale")
+    options = {"initial": 16.0, **dict(zip(names, rule, strict=True))}
+    found = compiled(**options)(np.asarray(pattern, bool))
+    scale, count, left = map(np.asarray, zip(*expected(options, pattern), strict=True))
+    np.testing.assert_allclose(found.loss_scale, scale, rtol=1e-6)
+    np.testing.assert_array_equal(found.growth_count, count)
+    np.testing.assert_array_equal(found.hysteresis_left, left)
+    np.testing.assert_array_equal(found.skipped, np.cumsum(pattern))
+    np.testing.assert_array_equal(found.skipped_last, pattern)
+    assert found.loss_scale.dtype == np.float32
+    assert np.isfinite(found.loss_scale).all()
+    assert (found.loss_scale > 0).all()
+
+
+def test_by_default_it_is_the_scaler_of_torch():
+    """65536, halved by an overflow and doubled after 2000 updates without; to 2**24 and 1."""
+    tx = js.dynamic_loss_scale(optax.identity())
+
+    def scales(state, overflows):
+        def step(state, overflow):
+            grad = jnp.where(overflow, jnp.inf, 1.0)
+            return (state := tx.update(grad, state)[1]), state.loss_scale
+
+        return jax.lax.scan(step, state, overflows)[1]
+
+    run, start = jax.jit(scales), tx.init(jnp.float32(0))
+    assert start.loss_scale == 2**16
+    overflows = np.zeros(4200, bool)
+    overflows[100] = True
+    found = np.asarray(run(start, overflows))
+    assert np.flatnonzero(np.diff(found)).tolist() == [99, 2099, 4099]
+    assert np.log2(found[[0, 100, 2100, 4100]]).tolist() == [16, 15, 16, 17]
+    for last, overflows in ((24, np.zeros(20000, bool)), (0, np.ones(20, bool))):
+        assert np.log2(run(start, overflows)[-1]) == last
+
+
+# The policy
+
+TREE = {
+    "decoder": {"norm": jnp.ones(2), "dense": [jnp.ones(2), jnp.ones(2, jnp.bfloat16)]},
+    "rows": jnp.arange(2),
+    "key": jax.random.key(0),
+    "wave": jnp.ones(1, jnp.complex64),
+    "host": np.ones(2, np.float64),
+    "number": 0.5,
+}
+
+
+def dtypes(tree):
+    return [str(jnp.result_type(x)) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize(
+    ("keep", "kept"),
+    [
+        ("decoder", [True, True, True]),
+        (("*/norm", "*/dense/0"), [True, False, True]),
+        ("norm", [False, False, False]),
+    ],
+)
+def test_all_real_floating_leaves_are_cast_but_those_that_are_kept(keep, kept):
+    cast = js.gradients.Policy("float16", keep=keep).cast(TREE)
+    assert jax.tree.structure(cast) == jax.tree.structure(TREE)
+    both = zip(*(jax.tree.leaves(tree["decoder"]) for tree in (cast, TREE)), strict=True)
+    found = [(x is y, x.dtype == jnp.float16) for x, y in both]
+    assert found == [(is_kept, not is_kept) for is_kept in kept]
+    assert dtypes([cast["host"], cast["number"]]) == ["float16"] * 2
+    assert all(cast[same] is TREE[same] for same in ("rows", "key", "wave"))
+
+
+def test_a_loss_computes_in_it_and_returns_float32():
+    seen = {}
+
+    def loss(params, batch, *, rng, model_state, embedded):
+        seen.update(given=dtypes((params, batch, embedded)), state=dtypes(model_state))
+        value = (params * batch["x"] * embedded).sum()
+        metrics = {"value": value, "count": batch["n"].sum()}
+        return value, (metrics, {"mean": value, "steps": model_state["steps"] + 1})
+
+    cast = apply_policy(js.gradients.Policy("bfloat16", keep="n*"), as_full_loss(loss))
+    x, steps = jnp.float32([1.001, 2.0]), {"mean": jnp.float32(0.5), "steps": jnp.int32(3)}
+    batch = {"x": x, "n": jnp.float32([1, 2])}
+
+    def full(params):
+        return cast(params, batch, rng=jax.random.key(0), model_state=steps, embedded=x)
+
+    (value, (metrics, after)), grads = jax.value_and_grad(full, has_aux=True)(x)
+    assert seen["given"] == ["bfloat16", "float32", "bfloat16", "bfloat16"]
+    assert seen["state"] == ["float32", "int32"]
+    assert dtypes((value, metrics, after)) == ["float32", "float32", "float32", "float32", "int32"]
+    assert grads.dtype == jnp.float32
+    np.testing.assert_array_equal(grads, [1.0, 4.0])  # 1.001 is 1 in bfloat16
+    assert after["steps"] == 4
