@@ -63,20 +63,6 @@ def test_the_best_is_kept_beside_the_newest_and_after_a_restart(rows, state, tmp
             assert checkpoints.steps() == tuple(sorted({best, t}))
 
 
-def test_the_best_of_what_counts(state, tmp_path):
-    """What has no metric, cannot be read, or is set aside, is not the best."""
-    with Checkpoints(tmp_path, keep=2, keep_best=("loss", "min")) as checkpoints:
-        checkpoints.save(3, after(state, 3), metrics={"loss": 9})
-        checkpoints.save(4, after(state, 4), metrics={"loss": 2})
-        checkpoints.save(3, after(state, 3), metrics={"loss": 8}, wait=True)
-        assert (checkpoints.best_step(), checkpoints.steps()) == (3, (3,))
-        checkpoints.save(4, after(state, 4), metrics={"loss": 1}, wait=True)
-        (tmp_path / "4" / "record" / "metadata").write_text("{")
-        assert checkpoints.best_step() == 3
-    with Checkpoints(tmp_path, keep_best=("accuracy", "max")) as checkpoints:
-        assert checkpoints.best_step() is None
-
-
 def test_one_that_is_not_complete_is_not_seen(state, tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(1, after(state, 1), wait=True)

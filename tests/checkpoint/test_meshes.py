@@ -112,23 +112,3 @@ def test_a_state_that_no_step_has_returned_goes_anywhere(mesh_of, tmp_path):
         assert checkpoints.restore(run.step, run.params).is_exact
         found = checkpoints.restore(other.step, other.params)
     jax.tree.map(np.testing.assert_array_equal, other.values(found.state), run.values(state))
-
-
-def test_leaves_lie_as_their_types_tell(tmp_path):
-    """Explicit axes tell how a transform cuts its own."""
-    kind = jax.sharding.AxisType.Explicit
-    mesh = jax.make_mesh((2, 4), ("replica", "fsdp"), axis_types=(kind,) * 2)
-    states = []
-    with Checkpoints(tmp_path) as checkpoints:
-        for specs in (FSDP, TURNED):
-            step = js.make_train_step(loss, optax.adam(1e-2), sync=slowmo(), mesh=mesh)
-            lie = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-            params = jax.device_put(PARAMS, lie)
-            if not states:
-                checkpoints.save(0, step.init(params), wait=True)
-            states.append(checkpoints.restore(step, params).state)
-    assert states[1].params["in"].sharding.spec == P("replica", None, "fsdp")
-    for state in states:
-        for name, x in PARAMS.items():
-            np.testing.assert_array_equal(state.params[name], np.stack([x, x]))
-            np.testing.assert_array_equal(state.exchange.shared["anchor"][name], x)

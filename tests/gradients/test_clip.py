@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,20 +89,6 @@ def test_tied_parameters_count_once(typed, norm):
     stacked = js.clip_by_global_norm(1e-3, counted=counted)
     _, state = stacked.update(grads, stacked.init(grads))
     np.testing.assert_allclose(state.norm, norm_of([table, scale, untied], 2), rtol=1e-6)
-
-
-def test_a_loss_scale_around_it_skips_on_all_devices():
-    """The scale gets no axes; it reads them from the clipping that it wraps."""
-    grads = {"parts": np.ones((4, 4), "f4"), "whole": np.ones(3, "f4")}
-    bad = {**grads, "parts": np.where(np.arange(4)[:, None] == 2, np.nan, grads["parts"])}
-    specs = {"parts": P(MODEL), "whole": P()}
-    clip = js.clip_by_global_norm(1.0, MODEL, param_specs=specs)
-    run = program(js.dynamic_loss_scale(optax.chain(clip, optax.sgd(0.1)), initial=1.0), specs)
-    (first, state), (second, after) = run(grads), run(bad)
-    np.testing.assert_array_equal(state.skipped, np.zeros((2, 2)))
-    np.testing.assert_array_equal(after.skipped, np.ones((2, 2)))
-    np.testing.assert_allclose(norm_of(first, 2), 0.1, rtol=1e-5)
-    assert not any(x.any() for x in jax.tree.leaves(second))
 
 
 def test_any_number_of_layouts_needs_one_exchange():

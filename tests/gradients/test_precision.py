@@ -160,23 +160,20 @@ def test_the_scale_is_found_wherever_the_wrapper_stands():
 # The rule
 
 
-def expected(options, pattern):
+def expected(pattern, initial, growth_interval, hysteresis, growth, backoff, min_scale, max_scale):
     """(scale, growth count, hysteresis left) after each update, as ColossalAI's scaler has them."""
-    scale, count, left = np.float32(options["initial"]), 0, options["hysteresis"]
-    found = []
+    scale, count, left, found = np.float32(initial), 0, hysteresis, []
     for overflow in pattern:
         if overflow:
             count, left = 0, left - 1
             if left <= 0:
-                scale = max(
-                    scale * np.float32(options["backoff"]), np.float32(options["min_scale"])
-                )
+                scale = max(scale * np.float32(backoff), np.float32(min_scale))
         else:
             count += 1
-            if count == options["growth_interval"]:
-                count, left = 0, options["hysteresis"]
-                if scale < options["max_scale"]:
-                    scale = scale * np.float32(options["growth"])
+            if count == growth_interval:
+                count, left = 0, hysteresis
+                if scale < max_scale:
+                    scale = scale * np.float32(growth)
         found.append((scale, count, max(left, 0)))
     return found
 
@@ -206,19 +203,17 @@ def test_any_pattern(pattern, rule):
     names = ("growth_interval", "hysteresis", "growth", "backoff", "min_scale", "max_scale")
     options = {"initial": 16.0, **dict(zip(names, rule, strict=True))}
     found = compiled(**options)(np.asarray(pattern, bool))
-    scale, count, left = map(np.asarray, zip(*expected(options, pattern), strict=True))
+    scale, count, left = map(np.asarray, zip(*expected(pattern, **options), strict=True))
     np.testing.assert_allclose(found.loss_scale, scale, rtol=1e-6)
     np.testing.assert_array_equal(found.growth_count, count)
     np.testing.assert_array_equal(found.hysteresis_left, left)
     np.testing.assert_array_equal(found.skipped, np.cumsum(pattern))
     np.testing.assert_array_equal(found.skipped_last, pattern)
     assert found.loss_scale.dtype == np.float32
-    assert np.isfinite(found.loss_scale).all()
-    assert (found.loss_scale > 0).all()
 
 
 def test_by_default_it_is_the_scaler_of_torch():
-    """65536, halved by an overflow and doubled after 2000 updates without; to 2**24 and 1."""
+    """65536, halved by an overflow and doubled after 2000 updates without; down to 1."""
     tx = js.dynamic_loss_scale(optax.identity())
 
     def scales(state, overflows):
@@ -235,8 +230,7 @@ def test_by_default_it_is_the_scaler_of_torch():
     found = np.asarray(run(start, overflows))
     assert np.flatnonzero(np.diff(found)).tolist() == [99, 2099, 4099]
     assert np.log2(found[[0, 100, 2100, 4100]]).tolist() == [16, 15, 16, 17]
-    for last, overflows in ((24, np.zeros(20000, bool)), (0, np.ones(20, bool))):
-        assert np.log2(run(start, overflows)[-1]) == last
+    assert run(start, np.ones(20, bool))[-1] == 1
 
 
 # The policy

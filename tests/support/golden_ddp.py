@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from support.golden_peers import cases, parameters
 
+
 class Case:
     """One recorded run."""
 

@@ -124,7 +124,7 @@ def test_same_loss_and_gradient_as_with_the_whole_table(num_rows, dtype):
     sparse = js.row_value_and_grad(scaled_loss, tables, capacity=capacity, has_aux=True)
     (value, aux), grads = jax.jit(sparse)(params, tokens, 2.0)
     whole = jax.jit(jax.value_and_grad(scaled_loss, has_aux=True))
-    (wanted, wanted_aux), dense = whole(params, tokens, 2.0)
+    (wanted, wanted_aux), dense = whole(params, tokens.astype("int32"), 2.0)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     np.testing.assert_allclose(aux, wanted_aux, rtol=1e-5)
     np.testing.assert_allclose(grads["w"], dense["w"], rtol=1e-5)

@@ -22,15 +22,13 @@ ROWS = ITEM * REPLICAS * 1024 * (TILES + TILES % 2)  # an even number of tiles f
 
 
 def int8():
-    """All leaves in one buffer of which each replica sums a chunk, in blocks that share a scale."""
-    blocks = -(-SIZE // REPLICAS // 256)
-    row = 128 * -(-blocks * (256 + ITEM) // 128)
-    payload = round(blocks * (256 + ITEM) * SIZE / (blocks * 256))
-    return {
-        (name, part): (x, x * 3 // 4)
-        for name in ("all-to-all", "all-gather")
-        for part, x in (("parameters", payload), ("padding", REPLICAS * row - payload))
-    }
+    """All leaves in one buffer of which each replica sums a chunk; 256 elements share a scale."""
+    chunk = -(-SIZE // REPLICAS)
+    used = chunk + ITEM * -(-chunk // 256)
+    row, payload = 128 * -(-used // 128), round(used * SIZE / chunk)
+    parts = (("parameters", payload), ("padding", REPLICAS * row - payload))
+    names = ("all-to-all", "all-gather")
+    return {(name, part): (x, x * 3 // 4) for name in names for part, x in parts}
 
 
 def whole(content, nbytes):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxslowmo.reports._comm_report import CommReport, CommRow, comm_report, comm_report_of
@@ -119,13 +119,6 @@ def test_loops_multiply_and_those_of_unknown_length_count_once(mesh_of):
             "all-reduce": (1, BLOCK, True, None),
         }
     assert "unknown length" in str(report)
-
-
-def test_abstract_mesh_is_not_compiled():
-    mesh = AbstractMesh((16,), ("replica",), axis_types=(AxisType.Auto,))
-    report = comm_report(mapped(lambda x: lax.psum(x, "replica"), mesh), ROWS)
-    assert report.levels == ("emitted",)
-    assert report.bytes(axis="replica") == BLOCK // 2
 
 
 def test_a_compiled_program_reports_what_was_compiled(mesh_of):

@@ -104,7 +104,6 @@ EVERY = scoped("*", mean)
 # A step, and how many collectives each kind of it executes.
 CASES = {
     "without a phase": (when(2, mean), "local 0, conditional 1"),
-    "two static": (lambda x, t: slow(average(x)), "average+slow 3"),
     "static and chosen": (
         both(lambda x, t: average(x), when(2, slow)),
         "local 1, slow 3, average 1, average+slow 3",
@@ -141,21 +140,15 @@ def test_branches_exclude_each_other_and_the_largest_counts(mapped):
 
 
 AXIS = "replica"
-TWELVE = js.local_sgd(AXIS, sync_every=8)
-FRAGMENTS = [("average+" if k in (3, 7, 11) else "") + f"slow_{k}" for k in range(12)]
 SYNCS = {
-    # Without the schedule twelve conditionals would give 2^12 kinds.
+    # Without the schedule the conditionals would give all combinations.
     "fragments": (
-        js.slowmo(AXIS, base=TWELVE, sync_every=24, fragments=12),
-        " ".join(["local", *FRAGMENTS]),
+        js.slowmo(AXIS, base=js.local_sgd(AXIS, sync_every=4), sync_every=8, fragments=4),
+        "local slow_0 average+slow_1 slow_2 average+slow_3",
     ),
     "parts in flight": (
         js.diloco(AXIS, sync_every=8, fragments=2, delay=2),
         "local take_0 send_0 send_0+slow_0 take_1 send_1 send_1+slow_1",
-    ),
-    "an exchange in every update": (
-        js.slowmo(AXIS, base=js.sparta(AXIS), sync_every=8),
-        "sample slow",
     ),
 }
 
@@ -169,7 +162,7 @@ def test_a_traced_step_lists_the_kinds_that_occur(name):
         sync=sync,
         mesh=js.make_mesh({AXIS: 4}),
     )
-    state = step.init({f"w{i}": jnp.ones(3) for i in range(12)})
+    state = step.init({f"w{i}": jnp.ones(3) for i in range(4)})
     kinds = js.comm_report(step, state, jnp.ones(4)).kinds
     assert {kind.replace(" ", "_") for kind in kinds} == {*wanted.split()}
 
