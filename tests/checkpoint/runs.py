@@ -29,6 +29,7 @@ SYNCS: dict[str, Callable[[], js.ParameterTransform | None]] = {
     "slowmo over sgp": lambda: js.slowmo(
         "replica", base=js.sgp("replica", overlap=2), sync_every=PERIOD
     ),
+    "noloco": lambda: js.noloco("replica", sync_every=2, graph=js.topology.ring),
     "diloco": lambda: js.diloco("replica", sync_every=PERIOD, outer_optimizer=optax.adam(0.1)),
 }
 

@@ -65,7 +65,8 @@ def equal(*trees):
     ("name", "other"),
     [
         ("local_sgd", "late"), ("int8", "slowmo"), ("slowmo", "sgp"),
-        ("own anchors", "fragments"), ("late", "noloco"),
+        ("own anchors", "fragments"), ("late", "noloco"), ("noloco", "own anchors"),
+        ("sgp", "slowmo"), ("fragments", "int8"),
     ],
 )  # fmt: skip
 def test_a_run_goes_on_with_another_algorithm(name, other, tmp_path):

@@ -23,7 +23,7 @@ from support.promotion import promoting
 def consensus(state: js.TrainState) -> dict[str, np.ndarray]:
     """Return the sum of all mass over the sum of all weights, in float64."""
     terms = [(np.ones(len(state.step)), state.params)]
-    if isinstance(state.exchange.local, dict):
+    if isinstance(state.exchange.local, dict) and "base" in state.exchange.local:
         gossip = state.exchange.local["base"]
         terms = [(gossip.weight, state.params), *((a.weight, a.mean) for a in gossip.in_flight)]
     total = sum(np.sum(w, dtype=np.float64) for w, _ in terms)
@@ -40,6 +40,7 @@ def anchor(step, state):
 
 NOTES = {
     "slowmo over sgp": ("push-sum", "in flight", "kept exactly", "averaged", "PRNG"),
+    "noloco": ("slow momentum of its own", "averaged"),
     "all_reduce": ("error feedback", "Counters go on"),
 }
 

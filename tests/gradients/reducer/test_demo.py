@@ -97,6 +97,16 @@ def test_the_equations_of_the_paper(replicas, shapes, chunk, top_k, decay, data)
             np.testing.assert_allclose(of_replica.reshape(wanted.shape), wanted, atol=2e-5)
 
 
+def test_what_is_not_finite_passes():
+    grads = np.random.default_rng(0).normal(size=(2, 3, 4, 8)).astype(np.float32)
+    grads[0, 1, 0, 2] = np.nan
+    found, states = decoded(js.demo("replica", top_k=2, chunk=4), grads)
+    assert np.isnan(found[0, 0, :, :4]).all()  # its chunk
+    assert np.isfinite(found[0, 0, :, 4:]).all()
+    assert np.isfinite(found[1]).all()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(states))
+
+
 CASES = cases("demo.npz")
 
 

@@ -25,10 +25,10 @@ def int8():
     """All leaves in one buffer of which each replica sums a chunk; 256 elements share a scale."""
     chunk = -(-SIZE // REPLICAS)
     used = chunk + ITEM * -(-chunk // 256)
-    row, payload = 128 * -(-used // 128), round(used * SIZE / chunk)
-    parts = (("parameters", payload), ("padding", REPLICAS * row - payload))
-    names = ("all-to-all", "all-gather")
-    return {(name, part): (x, x * 3 // 4) for name in names for part, x in parts}
+    whole, payload = REPLICAS * 128 * -(-used // 128), round(used * SIZE / chunk)
+    own = payload, payload * 3 // 4
+    parts = {"parameters": own, "padding": (whole - own[0], whole * 3 // 4 - own[1])}
+    return {(name, part): parts[part] for name in ("all-to-all", "all-gather") for part in parts}
 
 
 def whole(content, nbytes):

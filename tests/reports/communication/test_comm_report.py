@@ -47,19 +47,11 @@ def test_collectives_over_axes_of_a_mesh(mesh_of, name):
         )
 
 
-def test_permutes_whole_partial_and_onto_oneself(mesh_of):
-    mesh = mesh_of({"replica": 4, "device": 2})
-
-    def step(x):
-        x = lax.ppermute(x, "replica", [(i, (i + 1) % 4) for i in range(4)])
-        x = lax.ppermute(x, "device", [(0, 1)])
-        return lax.ppermute(x, "replica", [(i, i) for i in range(4)])
-
-    report = comm_report(mapped(step, mesh), ROWS)
-    for level in LEVELS:
-        found = [(r.axis, r.count, r.bytes, r.wire_bytes) for r in report.select(level=level)]
-        # Half of the devices along "device" send: the mean is half a block.
-        assert found == [("replica", 1, BLOCK, BLOCK), ("device", 1, BLOCK, BLOCK // 2)]
+def test_pmap_and_a_program_of_one_device():
+    fn = jax.pmap(lambda x: lax.psum(x, "i"), axis_name="i")
+    assert comm_report(fn, jnp.ones((8, 16))).bytes(axis="i") == 64
+    report = comm_report(lambda x: x @ x.T, ROWS)
+    assert (report.rows, report.kinds, report.axes) == ((), ("every",), ())
 
 
 def test_axes_of_size_one_and_groups_within_an_axis(mesh_of):

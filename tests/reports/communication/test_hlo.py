@@ -176,6 +176,12 @@ def test_trip_counts(step, bound, last, config, trips):
         assert loop.trip_count == trips
 
 
+def test_types():
+    types = [("bfloat16", 2048), ("int4", 2), ("bool", 2), ("token", 0)]
+    assert hlo.shapes("(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s4[3], pred[2], token[])") == types
+    assert hlo.shapes("f8e4m3fn[3], c64[2]") == [("float8_e4m3fn", 3), ("complex64", 16)]
+
+
 TARGETS = {
     '"{1,2}x{0:1}"': (((0, 2), (1, 3)), False),
     '"{1:3}x{1}"': (((1, 3, 5),), False),

@@ -13,6 +13,7 @@ from jaxslowmo.reports._step_times import (
     Work,
     device_ops,
     length,
+    mean_times,
     overlap,
     step_times,
 )
@@ -73,6 +74,12 @@ def test_names_that_no_instruction_has():
     found = times(("0", "ncclDevKernel_AllReduce_Sum_f32", 0, 1), ("0", "memset", 1, 3))
     assert found.communication == {"other": 1}
     assert found.other_compute_time == 2
+
+
+def test_means_over_steps():
+    average = mean_times([times(("0", "slow.1", 0, 2)), times(("0", "ar-start", 0, 1))])
+    assert average.communication == {"slow": 1, "gradients": 0.5}
+    assert (average.communication_time, average.step_time) == (1.5, 1)
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)))
@@ -195,17 +202,3 @@ def test_traces_of_gpus_have_streams_of_kernels():
     assert measured.communication["gradients"] == pytest.approx(18e-9)
     assert measured.overlap_time == pytest.approx(10e-9)
     assert measured.other_compute_time == 0
-
-
-def test_operations_of_cpus_name_their_device_and_may_end_in_another_thread():
-    first = [
-        ("call", 0, 10, of("fusion.1", device_ordinal=1, _p=7)),
-        ("wait", 10, 20, of("ar-start", _p=8)),
-        ("of_another", 20, 30, of("fusion.1", "jit_g")),
-        ("Python", 0, 99, {}),
-    ]
-    second = [("end: call", 25, 25, {"_c": 7}), ("end: wait", 15, 15, {"_c": 8})]
-    assert read(plane("/host:CPU", [("a", first), ("b", second)])) == {
-        ("cpu:1", "fusion.1", 0, 25),
-        ("cpu:0", "ar-start", 10, 20),
-    }

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.gradients.hooks._powersgd import orthogonal
+from jaxslowmo.gradients.hooks._powersgd import draw_normal, orthogonal
 
 WORLD = 4
 
@@ -17,20 +17,6 @@ WORLD = 4
 def grads_like(shapes, seed, world=WORLD):
     rng = np.random.default_rng(seed)
     return {name: rng.normal(size=(world, *s)).astype(np.float32) for name, s in shapes.items()}
-
-
-def repeated(hook, grads, steps):
-    """Reduced gradients and hook states of updates that all get the same gradients."""
-    tx: Any = js.all_reduce_gradients("replica", hook=hook)
-
-    def replica(grads):
-        def step(state, _):
-            reduced, state = tx.update(grads, state)
-            return state, (reduced, state.hook)
-
-        return jax.lax.scan(step, tx.init(grads), None, length=steps)[1]
-
-    return jax.tree.map(np.asarray, jax.jit(jax.vmap(replica, axis_name="replica"))(grads))
 
 
 def means(grads):
@@ -96,15 +82,12 @@ def test_only_what_saves_enough_is_compressed():
         assert found == (shapes[:wanted] if wanted else shapes[1:])
 
 
-def test_without_warm_start_each_update_draws_anew():
-    """From the first update on, where it is asked for."""
-    grads = grads_like({"a": (10, 8)}, 4)
-    options = {"error_feedback": False, "warm_start": False}
-    cold, states = repeated(js.hooks.powersgd(1, 0, **options), grads, 3)
-    assert states[0] == ((), ())
-    for t in range(3):
-        assert np.linalg.matrix_rank(cold["a"][0, t], tol=1e-4) == 1
-        assert not np.allclose(cold["a"][0, t], cold["a"][0, t - 1], atol=1e-3)
+def test_draws_depend_on_all_that_they_should():
+    """On the seed, the bucket, the shape among its matrices, and the number of the update."""
+    kinds = [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)]
+    draws = jax.jit(lambda n: [draw_normal(a, n, b, c, (1, 3, 2)) for a, b, c in kinds])
+    found = np.concatenate([np.asarray(draws(count)) for count in (0, 1, 2)])
+    assert len(np.unique(found)) == found.size == 3 * 8 * 6
 
 
 def test_an_overflow_does_not_stay_in_the_memory():
