@@ -6,6 +6,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from checkpoint.runs import on_host
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints, export_consensus, load_consensus
 from train.step.tables import DENSE, OWN, batches, embeddings, loss
 
@@ -26,11 +27,6 @@ def make(replicas, shards):
     return js.make_train_step(loss, optax.adam(0.1), mesh=mesh, **options)
 
 
-def numbers(state):
-    """Return a state as NumPy arrays, with the data of PRNG keys in place of keys."""
-    return jax.tree.map(np.asarray, state._replace(rng=jax.random.key_data(state.rng)))
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run that was saved between two exchanges: step, folder, state then and in the end."""
@@ -41,8 +37,8 @@ def run(tmp_path_factory):
             state, _ = step(state, batch)
             if t == SAVED:
                 checkpoints.save(SAVED, state)
-                then = numbers(state)
-    return step, folder, then, numbers(state)
+                then = on_host(state)
+    return step, folder, then, on_host(state)
 
 
 def same(found, expected):
@@ -53,18 +49,18 @@ def test_a_resumed_run_ends_with_the_same_bits(run):
     step, folder, then, end = run
     found = Checkpoints(folder).restore(step, DENSE)
     assert found.is_exact
-    same(numbers(found.state), then)
+    same(on_host(found.state), then)
     state = found.state
     for batch in BATCHES[SAVED:]:
         state, _ = step(state, batch)
-    same(numbers(state), end)
+    same(on_host(state), end)
 
 
 def test_on_another_number_of_devices_rows_are_the_same(run):
     _, folder, then, _ = run
     state = Checkpoints(folder).restore(make(2, 1), DENSE).state
-    same(numbers(state).params, then.params)
-    same(numbers(state).opt_state, then.opt_state)
+    same(on_host(state).params, then.params)
+    same(on_host(state).opt_state, then.opt_state)
 
 
 def test_on_another_number_of_replicas_and_exported_they_are_the_mean(run, tmp_path):
