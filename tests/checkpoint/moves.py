@@ -1,40 +1,29 @@
 """Runs that are saved in one place and go on in another."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 import jaxslowmo as js
 from jaxslowmo.checkpoint import Checkpoints
 
 SAVED, LAST = 5, 8  # updates, between which an exchange of every algorithm is due
-WIDTH = 8
 
 
-class Run(ABC):
-    """A step in some place.
-
-    Attributes:
-      step: the step.
-      params: one copy of its parameters, as it takes them.
-    """
+class Run:
+    """A step in some place, with `values`: on the host, what no move may change."""
 
     step: js.train.TrainStep
-    params: Any
+    params: Any  # one copy, as the step takes them
+    batch: Callable[[int], Any]
+    values: Callable[[js.TrainState], Any]
 
     def trained(self, state: js.TrainState, start: int, end: int) -> js.TrainState:
         for t in range(start, end):
-            batch = np.random.default_rng(t).normal(size=(8, WIDTH)).astype(np.float32)
-            state, _ = self.step(state, batch)
+            state, _ = self.step(state, self.batch(t))
         return state
-
-    @abstractmethod
-    def values(self, state: js.TrainState) -> Any:
-        """On the host, what no move may change."""
 
 
 class Saved(NamedTuple):

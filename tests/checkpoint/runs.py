@@ -23,21 +23,14 @@ PERIOD = 4
 SYNCS: dict[str, Callable[[], js.ParameterTransform | None]] = {
     "all_reduce": lambda: None,
     "local_sgd": lambda: js.local_sgd("replica", sync_every=PERIOD),
-    "sgp": lambda: js.sgp("replica", overlap=1),
-    "sgp late": lambda: js.sgp("replica", overlap=2),
     "slowmo over local_sgd": lambda: js.slowmo(
         "replica", base=js.local_sgd("replica", sync_every=2), sync_every=PERIOD
     ),
     "slowmo over sgp": lambda: js.slowmo(
         "replica", base=js.sgp("replica", overlap=2), sync_every=PERIOD
     ),
-    "own anchors": lambda: js.slowmo(
-        "replica", base=js.sgp("replica"), sync_every=PERIOD, exact_average=False
-    ),
-    "sparta": lambda: js.sparta("replica", share=0.1),
     "noloco": lambda: js.noloco("replica", sync_every=2, graph=js.topology.ring),
     "diloco": lambda: js.diloco("replica", sync_every=PERIOD, outer_optimizer=optax.adam(0.1)),
-    "two levels": lambda: js.hierarchical_local_sgd({"device": 2, ("node", "device"): PERIOD}),
 }
 
 
@@ -57,15 +50,13 @@ def make_step(
     optimizer: optax.GradientTransformation | None = None,
 ) -> js.train.TrainStep:
     """A step on a mesh, or on so many virtual replicas."""
-    axis = ("node", "device") if name == "two levels" else "replica"
-    reduced = js.all_reduce_gradients(axis, hook=js.hooks.int8(error_feedback=True))
+    reduced = js.all_reduce_gradients("replica", hook=js.hooks.int8(error_feedback=True))
     return js.make_train_step(
         loss,
         optimizer or optax.adamw(1e-2),
         sync=sync or SYNCS[name](),
         gradients=reduced if name == "all_reduce" else None,
         mesh=js.virtual_mesh({"replica": mesh}) if isinstance(mesh, int) else mesh,
-        axis_name=axis,
         mode=mode,
         model_state="local",
     )
@@ -78,6 +69,13 @@ def after(state: js.TrainState, updates: int) -> js.TrainState:
 
 def batch(t: int, replicas: int) -> np.ndarray:
     return np.random.default_rng(t).normal(size=(replicas * 2, 5)).astype(np.float32)
+
+
+def trained(step: js.train.TrainStep, state: js.TrainState, first: int, last: int) -> js.TrainState:
+    """The state after the updates from `first` on and before `last`."""
+    for t in range(first, last):
+        state, _ = step(state, batch(t, len(state.step)))
+    return state
 
 
 def on_host(state: Any) -> Any:

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from checkpoint.runs import MODEL_STATE, PARAMS, batch, leaf_bytes, make_step, on_host
+from checkpoint.runs import MODEL_STATE, PARAMS, leaf_bytes, make_step, on_host, trained
 from jaxslowmo.checkpoint import Checkpoints
 
 SAVED = 5
@@ -33,14 +33,8 @@ ALGORITHMS = {
 }
 
 
-def make(sync, replicas=2):
-    return make_step("", replicas, sync=sync)
-
-
-def trained(step, state, start, end):
-    for t in range(start, end):
-        state, _ = step(state, batch(t, len(state.step)))
-    return state
+def make(sync):
+    return make_step("", 2, sync=sync)
 
 
 def started(step):
@@ -67,71 +61,67 @@ def equal(*trees):
     jax.tree.map(np.testing.assert_array_equal, *trees)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_run_goes_on_with_any_other_algorithm(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("local_sgd", "late"), ("int8", "slowmo"), ("slowmo", "sgp"),
+        ("own anchors", "fragments"), ("late", "noloco"), ("noloco", "own anchors"),
+        ("sgp", "slowmo"), ("fragments", "int8"),
+    ],
+)  # fmt: skip
+def test_a_run_goes_on_with_another_algorithm(name, other, tmp_path):
     state = saved(tmp_path, ALGORITHMS[name](), 0 if name == "own anchors" else SAVED)
-    rest = state._replace(exchange=())
-    for other in ALGORITHMS.keys() - {name}:
-        for replicas in (2, 3):
-            step = make(ALGORITHMS[other](), replicas)
-            found = restored(tmp_path, step)
-            assert not found.is_exact
-            assert found.notes[-1].endswith(("is dropped.", "begins anew."))
-            types = jax.tree.map(lambda x: (x.shape, x.dtype), found.state)
-            assert types == jax.tree.map(lambda x: (x.shape, x.dtype), started(step))
-            if replicas == 2:
-                assert leaf_bytes(found.state._replace(exchange=())) == leaf_bytes(rest)
-        # What replicas have together begins at their mean.
-        if "anchor" in (new := shared(found.state)) and name in ("local_sgd", "int8", "sgp"):
-            mean = jax.tree.map(lambda x: np.float32(x).mean(0), on_host(state.params))
-            jax.tree.map(
-                lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-2), new["anchor"], mean
-            )
+    step = make(ALGORITHMS[other]())
+    found = restored(tmp_path, step)
+    assert not found.is_exact
+    assert found.notes[-1].endswith(("is dropped.", "begins anew."))
+    types = jax.tree.map(lambda x: (x.shape, x.dtype), found.state)
+    assert types == jax.tree.map(lambda x: (x.shape, x.dtype), started(step))
+    assert leaf_bytes(found.state._replace(exchange=())) == leaf_bytes(state._replace(exchange=()))
+    # What replicas have together begins at their mean.
+    if name in ("local_sgd", "int8"):
+        anchor = shared(found.state)["anchor"]
+        for leaf, x in on_host(state.params).items():
+            np.testing.assert_allclose(anchor[leaf], np.float32(x).mean(0), rtol=1e-2)
 
 
-@pytest.mark.parametrize("counts", [(1, 2), (2, 1)])
-def test_other_fragments_keep_moments_and_take_the_largest_count(counts, tmp_path):
+def test_other_fragments_keep_moments_and_take_the_largest_count(tmp_path):
     """Of two fragments only the first has made a slow step, after three updates."""
-    adam = {"outer_optimizer": optax.adam(0.1)}
-    before, after = (diloco(fragments=n, **adam) for n in counts)
-    state = saved(tmp_path, before, 3 if counts[0] == 2 else 7)
+    before, after = (diloco(fragments=n, outer_optimizer=optax.adam(0.1)) for n in (2, 1))
+    state = saved(tmp_path, before, 3)
     found = restored(tmp_path, make(after))
     assert "other fragments" in " ".join(found.notes)
-    many, one = (shared(x) for x in (state, found.state)[:: 1 if counts[0] == 2 else -1])
+    many, one = shared(state), shared(found.state)
     equal(many["anchor"], one["anchor"])
     adam_state = one["outer"][0]
     equal(many["outer"].moments, (adam_state.mu, adam_state.nu))
     assert any(np.ptp(x) for x in jax.tree.leaves(adam_state.nu))
-    numbers = [int(count) for (count,) in many["outer"].rest]
+    assert [int(count) for (count,) in many["outer"].rest] == [1, 0]
     assert int(adam_state.count) == 1
-    assert numbers == ([1, 0] if counts[0] == 2 else [1, 1])
-    on = trained(make(after), found.state, SAVED, SAVED + 6)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(on_host(on.params)))
+    # And the other way.
+    with Checkpoints(tmp_path / "one") as checkpoints:
+        checkpoints.save(3, found.state)
+    again = restored(tmp_path / "one", make(before))
+    equal(shared(again.state)["outer"].moments, many["outer"].moments)
+    assert [int(count) for (count,) in shared(again.state)["outer"].rest] == [1, 1]
 
 
 def test_another_outer_optimizer_in_other_fragments_begins_anew(tmp_path):
     saved(tmp_path, diloco(fragments=2, outer_optimizer=optax.adam(0.1)))
-    momentum = diloco(outer_optimizer=optax.sgd(0.1, momentum=0.5))
-    found = restored(tmp_path, make(momentum))
+    found = restored(tmp_path, make(diloco(outer_optimizer=optax.sgd(0.1, momentum=0.5))))
     assert not any(np.any(x) for x in jax.tree.leaves(shared(found.state)["outer"]))
     dropped, begun = found.notes
     assert "exchange/shared/outer/moments/0" in dropped
     assert "exchange/shared/outer/0/trace begins anew" in begun
 
 
-@pytest.mark.parametrize("guarded", [False, True])
-def test_with_its_first_codec_a_run_measures_from_its_anchor(guarded, tmp_path):
+def test_with_its_first_codec_a_run_measures_from_its_anchor(tmp_path):
     """Not from where replicas are, which would lose the way since the last slow step."""
-
-    def around(sync):
-        return js.only_finite(sync) if guarded else sync
-
     base = js.local_sgd("replica", sync_every=2)
     coded = js.local_sgd("replica", sync_every=2, codec=INT8)
-    state = saved(tmp_path, around(slowmo(base)))
-    step = make(around(slowmo(coded, codec=INT8, shard_state=True)))
-    local = on_host(restored(tmp_path, step).state.exchange.local)
-    local = local["base"] if guarded else local
+    state = saved(tmp_path, js.only_finite(slowmo(base)))
+    step = make(js.only_finite(slowmo(coded, codec=INT8, shard_state=True)))
+    local = on_host(restored(tmp_path, step).state.exchange.local)["base"]
     anchor = shared(state)["anchor"]
     for replica in range(2):
         equal(jax.tree.map(lambda x: x[replica], local["sent"].reference), anchor)  # noqa: B023
@@ -147,8 +137,81 @@ def test_what_is_in_flight_arrives_with_the_same_delay_alone(tmp_path):
     assert parts.tolist() == [1, 1]  # taken after update 4, and half sent
     found = restored(tmp_path, make(diloco(delay=2)))
     assert found.is_exact
-    for other in (diloco(), diloco(delay=2, codec=INT8)):
-        found = restored(tmp_path, make(other))
-        assert "What was in flight is dropped." in found.notes
-        flights = found.state.exchange.local.get("in_flight", ())
-        assert all(np.all(np.asarray(x.parts) == -1) for x in flights)
+    found = restored(tmp_path, make(diloco(delay=2, codec=INT8)))
+    assert "What was in flight is dropped." in found.notes
+    for flight in found.state.exchange.local["in_flight"]:
+        assert np.all(np.asarray(flight.parts) == -1)
+
+
+# What codecs have not sent
+
+CODECS = {
+    "float32": None,
+    "int8": js.codecs.int8(block=16),
+    "top_k": js.codecs.top_k(0.2, chunk=64),
+}
+KINDS = {
+    "whole": {"shard_state": False},
+    "sharded": {"shard_state": True},
+    "fragments": {"shard_state": True, "fragments": 2},
+    "late fragments": {"shard_state": False, "fragments": 2, "delay": 1},
+    "late": {"shard_state": True, "delay": 1},
+}
+
+
+def made(codec, kind, replicas):
+    sync = js.diloco(
+        "replica", sync_every=4, codec=CODECS[codec], outer_optimizer=optax.sgd(0.7, momentum=0.5),
+        **KINDS[kind],
+    )  # fmt: skip
+    return make_step(None, replicas, sync=sync)
+
+
+def anchor(step, state):
+    sync, x = state.exchange, state.params
+    return on_host(js.read_anchor(step.sync, sync, x, mesh=step.mesh, axis_name="replica"))
+
+
+def sums(state):
+    """Return the mean of what replicas have not sent, by leaf; None if that is dropped."""
+    sent = state.exchange.local.get("sent", ())
+    leaves = jax.tree.leaves_with_path(sent.residual) if sent else []
+    return {path[-1].key: np.float64(leaf).mean(0) for path, leaf in leaves}
+
+
+@pytest.mark.parametrize(
+    ("codec", "kind", "new_codec", "new_kind"),
+    [
+        ("int8", "late", "int8", "late"),
+        ("float32", "sharded", "top_k", "sharded"),
+        ("int8", "whole", "float32", "fragments"),
+        ("top_k", "whole", "int8", "late fragments"),
+    ],
+)
+def test_a_run_goes_on_with_another_codec(codec, kind, new_codec, new_kind, tmp_path):
+    step = made(codec, kind, 4)
+    state = trained(step, step.init(PARAMS, model_state=MODEL_STATE), 0, 7)
+    before, lost = anchor(step, state), sums(state)
+    # A leaf that stays whole is sent in full.
+    assert any(np.any(x) for x in lost.values()) == (codec != "float32")
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(7, state, wait=True)
+        for replicas in (4, 3):
+            new = made(new_codec, new_kind, replicas)
+            restored = checkpoints.restore(new, PARAMS, model_state=MODEL_STATE)
+            if is_same := (codec, kind, 4) == (new_codec, new_kind, replicas):
+                assert leaf_bytes(restored.state) == leaf_bytes(state)
+            assert restored.is_exact == is_same
+            for name, values in anchor(new, restored.state).items():
+                np.testing.assert_allclose(values[0], before[name][0], rtol=1e-6, atol=1e-7)
+            found = sums(restored.state)
+            assert bool(found) == (new_codec != "float32")
+            for name, values in found.items():
+                wanted = lost.get(name, np.zeros_like(values))
+                np.testing.assert_allclose(values, wanted, atol=1e-7, err_msg=name)
+            text = " ".join(restored.notes)
+            assert ("had not sent is dropped" in text) == (bool(lost) and not found)
+            assert "in flight is dropped" not in text
+        after = trained(new, restored.state, 7, 7 + 6)
+    moved = [np.abs(v[0] - before[k][0]).max() for k, v in anchor(new, after).items()]
+    assert all(0 < x < 1 for x in moved)

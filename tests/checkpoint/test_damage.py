@@ -52,7 +52,7 @@ def damaged(data, how, at, older):
     return {"gone": None, "cut": data[:place], "of an older one": older}[how]
 
 
-@settings(max_examples=50)
+@settings(max_examples=16)
 @given(st.data())
 def test_no_damage_passes_for_a_checkpoint(saved, data):
     folder, steps, known = saved
@@ -98,49 +98,32 @@ def test_a_failed_read_leaves_nothing_that_complains_later(saved):
 
 def test_what_cannot_be_read_is_set_aside_by_the_next_save(saved):
     folder, steps, known = saved
-    checkpoints, arguments = Checkpoints(folder), (steps[2], PARAMS)
+    checkpoints = Checkpoints(folder)
     for t in (3, 2):
         (folder / str(t) / "record" / "metadata").write_text("{")
     assert checkpoints.extra(fallback=True) == {}
     with pytest.raises(CheckpointError, match="3"):
         checkpoints.extra()
-    with pytest.warns(UserWarning, match="damaged") as warned:
-        found = checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
-    assert ["step 2" in str(w.message) for w in warned] == [True, False]
-    assert (found.step, leaf_bytes(found.state)) == (1, known[2, 1])
-    state, _ = steps[2](found.state, batch(2, 2))
+    step, found, said = restored(folder, steps[2], fallback=True)
+    assert (step, found, len(said)) == (1, known[2, 1], 2)
+    state = Checkpoints(folder).restore(steps[2], PARAMS, model_state=MODEL_STATE, step=1).state
+    state, _ = steps[2](state, batch(2, 2))
     checkpoints.save(2, state, wait=True)
     assert checkpoints.steps() == (1, 2)
     assert (folder / "3.set-aside").exists()
     assert restored(folder, steps[2])[:2] == (2, known[2, 2])
-    for t in (1, 2):
-        (folder / str(t) / "record" / "metadata").unlink()
-    with (
-        pytest.warns(UserWarning, match="step 1"),
-        pytest.raises(CheckpointError, match="/1 ") as raised,
-    ):
-        checkpoints.restore(*arguments, model_state=MODEL_STATE, fallback=True)
-    assert raised.value.older_step is None
 
 
-SHAPES = [(), (1,), (3, 5), (0, 3)]
-DTYPES = [
-    *("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"),
-    *("complex64", "bool", "int8", "uint8", "int16", "int32", "uint32", "int4", "uint4"),
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "complex64", "int4"])
 def test_fingerprints_of_host_and_device_agree(dtype, monkeypatch):
     """In chunks of any size, and without a warning when sums wrap around."""
-    random = np.random.default_rng(0)
+    random, kind = np.random.default_rng(0), "complex64" if dtype == "complex64" else "float32"
     arrays = []
-    for shape in SHAPES:
+    for shape in ((), (3, 5), (0, 3)):
         x = random.normal(size=shape)
         whole = np.abs(7 * x) % 7 if "int" in dtype else x  # within the range of each
-        imaginary = 1j * random.normal(size=shape) if dtype == "complex64" else 0
-        kind = jnp.complex64 if dtype == "complex64" else jnp.float32
-        arrays.append(jnp.asarray(whole + imaginary, kind).astype(dtype))
+        arrays.append(jnp.asarray(whole * (1 + 1j) if kind == "complex64" else whole, kind))
+    arrays = [x.astype(dtype) for x in arrays]
     for chunk in (_arrays._CHUNK, 4):
         monkeypatch.setattr(_arrays, "_CHUNK", chunk)
         assert [host_fingerprint(np.asarray(x)) for x in arrays] == fingerprints(arrays)

@@ -24,19 +24,14 @@ def programs(lowered, value):
 ROWS = {
     "an unknown kind": asked("`kind`", "'lokal'", kind="lokal"),
     "an unknown axis": asked("`axis`", "'replicas'", axis="replicas"),
-    "an unknown collective": asked("`collective`", "'psum'", collective="psum"),
-    "an unknown level": asked("`level`", "'hlo'", level="hlo"),
     "no kind of several": asked("`kind`", "'local', 'slow'", kind=None),
     "what was not compiled": asked("`level`", "'compiled'", ("emitted",), level="compiled"),
-    "what was compiled alone": asked("`level`", "'emitted'", ("compiled",)),
-    "a text as a program": programs(lambda: "step", "str"),
     "a function as a program": programs(lambda: DOUBLE, "PjitFunction"),
     "None under a kind": programs(lambda: {"slow": DOUBLE.lower(X), "local": None}, "'local'"),
     "a plain function to measure": Refusal(
         lambda: js.reports.measured(lambda x: x), "`step`", "<lambda>"
     ),
     "a rate of 0": Refusal(lambda: js.reports.measured(DOUBLE, rate=0), "`rate`", 0),
-    "half a rate": Refusal(lambda: js.reports.measured(DOUBLE, rate=2.5), "`rate`", 2.5),
 }
 
 

@@ -15,13 +15,12 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from support.golden_peers import cases, parameters
 
-EXECUTIONS = ("vmap", "shard_map")
-
 
 class Case:
     """One recorded run."""
 
     def __init__(self, file: str, name: str) -> None:
+        self.name = name
         self.meta, self.arrays = cases(f"{file}.npz")[name]
         self.world: int = self.meta["world"]
 
@@ -32,11 +31,6 @@ class Case:
     def stacked_init(self) -> dict[str, np.ndarray]:
         """Return the initial parameters, one copy per rank."""
         return {k: np.stack([v] * self.world) for k, v in self.leaves("init").items()}
-
-
-def case_names(file: str) -> list[str]:
-    """Return the names of all cases of a file."""
-    return sorted(cases(f"{file}.npz"))
 
 
 def over_ranks(fn: Callable[..., Any], axes: Mapping[str, int], execution: str) -> Any:
@@ -69,17 +63,17 @@ def replay(
     *,
     axes: Mapping[str, int],
     execution: str,
-    extra: Mapping[str, np.ndarray] | None = None,
-) -> list[dict[str, np.ndarray]]:
-    """Train on `grads`; return the parameters (rank, ...) after each step.
+    extra: Mapping[str, Any] | None = None,
+) -> list[tuple[Any, Any]]:
+    """Train on `grads`; return parameters and state (rank, ...) after each step.
 
     Args:
       tx: the chain.
       params: initial parameters (rank, ...).
       grads: gradients (rank, step, ...).
       axes: sizes of the axes by name; ranks are row-major over them.
-      execution: one of `EXECUTIONS`.
-      extra: extra arguments of `update`, (rank, step).
+      execution: "vmap" or "shard_map".
+      extra: extra arguments of `update`, trees of arrays (rank, step).
     """
     extra = dict(extra or {})
     wide = optax.with_extra_args_support(tx)
@@ -92,7 +86,7 @@ def replay(
     program = over_ranks(step, axes, execution)
     history = []
     for t in range(next(iter(grads.values())).shape[1]):
-        now = {name: g[:, t] for name, g in grads.items()}
-        params, state = program(params, state, now, {k: v[:, t] for k, v in extra.items()})
-        history.append(jax.tree.map(np.asarray, params))
+        now = jax.tree.map(lambda x, t=t: x[:, t], (grads, extra))
+        params, state = program(params, state, *now)
+        history.append(jax.tree.map(np.asarray, (params, state)))
     return history

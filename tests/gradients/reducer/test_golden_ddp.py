@@ -1,4 +1,4 @@
-"""Post-local SGD, Join and no_sync as torch's DistributedDataParallel recorded them."""
+"""Post-local SGD, Join, no_sync, unused parameters: recorded DistributedDataParallel of torch."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,15 +10,14 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from support.golden_ddp import EXECUTIONS, Case, case_names, replay
+from support.golden_ddp import Case, replay
 
-LOCAL = [name for name in case_names("ddp_local") if name != "unused"]
-JOIN = [name for name in case_names("ddp_join") if not name.startswith("unused")]
-NOSYNC = case_names("ddp_nosync")
-
-
-def test_all_cases_are_here():
-    assert (len(LOCAL), len(JOIN), len(NOSYNC)) == (10, 6, 5)
+# Of each kind one case on devices, the others on virtual replicas.
+LOCAL = {"0": "vmap", "1": "vmap", "4": "vmap", "6": "shard_map", "8": "vmap"}
+JOIN = {"0": "vmap", "2": "vmap", "4": "shard_map", "unused0": "vmap", "unused1": "vmap"}
+NOSYNC = {"0": "vmap", "2": "vmap", "4": "shard_map"}
+UNUSED = {"0": "vmap", "1": "shard_map", "2": "vmap", "3": "shard_map"}
+CLOSE = {"rtol": 2e-6, "atol": 2e-6}
 
 
 def sgd(meta: dict) -> optax.GradientTransformation:
@@ -73,13 +72,7 @@ def linear(params: dict[str, Any], batch: dict[str, Any]) -> Any:
     return sum(jnp.vdot(params[name], batch[name][0]) for name in params)
 
 
-def executed(names: list[str], on_devices: set[str]) -> list[tuple[str, str]]:
-    """Every case on virtual replicas, some on devices too."""
-    both = [(name, execution) for name in names for execution in EXECUTIONS]
-    return [(n, e) for n, e in both if e == "vmap" or n in on_devices]
-
-
-@pytest.mark.parametrize(("name", "execution"), executed(LOCAL, {"0", "6"}))
+@pytest.mark.parametrize(("name", "execution"), LOCAL.items())
 def test_post_local_sgd_and_hierarchical_averaging(name, execution):
     case = Case("ddp_local", name)
     mesh_of = js.virtual_mesh if execution == "vmap" else js.make_mesh
@@ -88,65 +81,87 @@ def test_post_local_sgd_and_hierarchical_averaging(name, execution):
             np.testing.assert_allclose(params[leaf], recorded[:, t], rtol=5e-6, atol=5e-6)
 
 
-def test_local_sgd_leaves_alone_what_nobody_used():
-    case = Case("ddp_local", "unused")
-    used, grads = case.arrays["used"], case.leaves("G")
-    for i, g in enumerate(grads.values()):
-        g[~used[:, :, i]] = 0
-    everyone = ("node", "device")
-    tx = optax.chain(
-        js.gradients.skip_unused(sgd(case.meta), everyone),
-        js.local_sgd(everyone, sync_every=js.every(case.meta["period"], offset=1)),
-    )
-    axes = {"node": 2, "device": 2}
-    ours = replay(tx, case.stacked_init(), grads, axes=axes, execution="vmap")
-    for t, params in enumerate(ours):
-        for leaf, recorded in case.leaves("param").items():
-            np.testing.assert_allclose(params[leaf], recorded[:, t], rtol=5e-6, atol=5e-6)
-
-
-@pytest.mark.parametrize(("name", "execution"), executed(JOIN, {"3", "4"}))
+@pytest.mark.parametrize(("name", "execution"), JOIN.items())
 def test_replicas_that_run_out_follow_the_others(name, execution):
-    case = Case("ddp_join", name)
+    """A joined rank tells torch again what all ranks used in the last step that it saw."""
+    case, extra = Case("ddp_join", name), {}
     batches = np.array(case.meta["batches"])
     divide_by = "initial" if case.meta["divide_by_initial_world_size"] else "active"
     weight = (np.arange(batches.max())[None] < batches[:, None]).astype(np.float32)
     grads = case.leaves("G")
+    tx = optax.chain(js.all_reduce_gradients("replica", divide_by=divide_by), sgd(case.meta))
+    if name.startswith("unused"):
+        tx = js.gradients.skip_unused(tx, "replica")
+        used = without_unused(case, grads)
+        for t in range(1, batches.max()):
+            used[weight[:, t] == 0, t] = used[:, t - 1].any(axis=0)
+        extra = {"used": {leaf: used[:, :, i] for i, leaf in enumerate(grads)}}
     for g in grads.values():
         g[weight == 0] = np.nan  # whatever a replica without data computes
     ours = replay(
-        optax.chain(js.all_reduce_gradients("replica", divide_by=divide_by), sgd(case.meta)),
+        tx,
         case.stacked_init(),
         grads,
         axes={"replica": case.world},
         execution=execution,
-        extra={"weight": weight},
+        extra={"weight": weight, **extra},
     )
     for leaf, recorded in case.leaves("param").items():
-        for t, params in enumerate(ours):
+        for t, (params, _) in enumerate(ours):
             alive = weight[:, t] > 0
-            np.testing.assert_allclose(
-                params[leaf][alive], recorded[alive, t], rtol=2e-6, atol=2e-6
-            )
+            np.testing.assert_allclose(params[leaf][alive], recorded[alive, t], **CLOSE)
     for leaf, final in case.leaves("final").items():
-        np.testing.assert_allclose(ours[-1][leaf], final, rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(ours[-1][0][leaf], final, **CLOSE)
 
 
-@pytest.mark.parametrize(("name", "execution"), executed(NOSYNC, {"4"}))
+def without_unused(case: Case, grads: dict[str, np.ndarray]) -> np.ndarray:
+    """Set gradients of parameters that a rank did not use to 0; return which it used."""
+    used = case.arrays["used"].astype(bool)
+    for i, g in enumerate(grads.values()):
+        g[~used[:, :, i]] = 0
+    return used
+
+
+@pytest.mark.parametrize(("name", "execution"), UNUSED.items())
+def test_what_no_replica_used_is_left_alone(name, execution):
+    """Uses are told under vmap, and found as gradients that are not zero under shard_map."""
+    case, extra = Case("ddp_unused", name), {}
+    kind, grads = case.meta["zero_grad"], case.leaves("G")
+    used = without_unused(case, grads)
+    if kind == "never":  # gradients pile up, averaged and local ones, and are applied again
+        for g in grads.values():
+            g[:, 1:] += np.cumsum(g.mean(axis=0), axis=0)[:-1]
+    elif execution == "vmap":
+        extra = {"used": {leaf: used[:, :, i] for i, leaf in enumerate(grads)}}
+    reduced = optax.chain(js.all_reduce_gradients("replica", bucket_bytes=32), sgd(case.meta))
+    ours = replay(
+        js.gradients.skip_unused(reduced, "replica", sticky=kind == "zero"),
+        case.stacked_init(),
+        grads,
+        axes={"replica": case.world},
+        execution=execution,
+        extra=extra,
+    )
+    for t, (params, state) in enumerate(ours):
+        for leaf, recorded in case.leaves("param").items():
+            np.testing.assert_allclose(params[leaf], recorded[:, t], **CLOSE)
+        if kind == "none":
+            assert np.array_equal(state.used_by == 0, case.arrays["grad_is_none"][:, t] != 0)
+            assert np.array_equal(state.used_by[0], used[:, t].sum(axis=0))
+
+
+@pytest.mark.parametrize(("name", "execution"), NOSYNC.items())
 def test_gradients_of_several_calls_are_reduced_once(name, execution):
     case = Case("ddp_nosync", name)
-    meta = case.meta
-    grads = {k: g * np.float32(meta["loss_scale"]) for k, g in case.leaves("G").items()}
-    boundary = np.stack([np.array(meta["step_after"])] * case.world)
-    chain = optax.chain(js.all_reduce_gradients("replica"), sgd(meta))
+    chain = optax.chain(js.all_reduce_gradients("replica"), sgd(case.meta))
     ours = replay(
         js.gradients.accumulate(chain, every=99, average=False),
         case.stacked_init(),
-        grads,
+        {k: g * np.float32(case.meta["loss_scale"]) for k, g in case.leaves("G").items()},
         axes={"replica": case.world},
         execution=execution,
-        extra={"step": boundary},
+        extra={"step": np.stack([np.array(case.meta["step_after"])] * case.world)},
     )
-    for t, params in enumerate(ours):
+    for t, (params, _) in enumerate(ours):
         for leaf, recorded in case.leaves("param").items():
-            np.testing.assert_allclose(params[leaf], recorded[:, t], rtol=2e-6, atol=2e-6)
+            np.testing.assert_allclose(params[leaf], recorded[:, t], **CLOSE)

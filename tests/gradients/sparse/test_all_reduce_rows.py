@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.executions import lift
+from support.reports import rows as rows_of
 
 REPLICAS, NUM_ROWS, ENTRIES = 4, 12, 6
 CLOSE = {"rtol": 0, "atol": 1e-6}
@@ -31,9 +32,9 @@ def dense_of(rows, values, num_rows=NUM_ROWS):
     return out[:, :num_rows]
 
 
-def reduced(axis_name="replica", **options):
+def reduced(**options):
     """`(rows, values, ...) -> (mean, state)` of one replica."""
-    tx = js.sparse.all_reduce_rows(axis_name, **options)
+    tx = js.sparse.all_reduce_rows("replica", **options)
 
     def step(rows, values, weight=None):
         grads = {"table": js.sparse.RowGradient(rows, values, NUM_ROWS)}
@@ -43,9 +44,9 @@ def reduced(axis_name="replica", **options):
     return step
 
 
-def of_array(axis_name="replica", **options):
+def of_array(**options):
     """As `reduced`, with the gradient as an array; another leaf stays as it is."""
-    tx = js.sparse.all_reduce_rows(axis_name, tables=("table",), **options)
+    tx = js.sparse.all_reduce_rows("replica", tables=("table",), **options)
 
     def step(rows, values, weight=None):
         grads = {"table": js.sparse.RowGradient(rows, values, NUM_ROWS).to_dense(), "other": values}
@@ -117,75 +118,32 @@ def test_every_way_gives_the_weighted_mean():
         assert not as_arrays(mean).any()
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(
     replicas=st.integers(1, 8),
     num_rows=st.integers(1, 6),
     size=st.integers(0, 7),
-    capacity=st.one_of(st.none(), st.integers(1, 4)),
+    options=st.sampled_from(
+        [{"path": "rows"}, {"output": "rows"}, {"path": "rows", "capacity": 2}]
+    ),
     tail=st.sampled_from([(), (2,)]),
-    seed=st.integers(0, 99),
 )
-def test_any_sizes_without_weights(replicas, num_rows, size, capacity, tail, seed):
-    rows, values = entries(seed, replicas, num_rows, size, tail)
-    transforms = {
-        name: js.sparse.all_reduce_rows("replica", capacity=capacity, **options)
-        for name, options in {
-            "sent as rows": {"path": "rows"},
-            "as rows": {"output": "rows"},
-            "auto": {},
-        }.items()
-    }
+def test_any_sizes_without_weights(replicas, num_rows, size, options, tail):
+    rows, values = entries(0, replicas, num_rows, size, tail)
+    tx = js.sparse.all_reduce_rows("replica", **options)
 
     def step(rows, values):
-        found = {}
-        for name, tx in transforms.items():
-            (mean,), state = tx.update(
-                [js.sparse.RowGradient(rows, values, num_rows)], tx.init([None])
-            )
-            found[name] = mean.to_dense() if name == "as rows" else mean, state
-        return found
+        grads = [js.sparse.RowGradient(rows, values, num_rows)]
+        (mean,), state = tx.update(grads, tx.init([None]))
+        return mean.to_dense() if "output" in options else mean, state
 
+    mean, state = jax.jit(jax.vmap(step, axis_name="replica"))(rows, values)
     wanted = dense_of(rows, values, num_rows).mean(0)
+    np.testing.assert_allclose(mean, np.broadcast_to(wanted, mean.shape), **CLOSE)
     most = max((len(set(r[r < num_rows].tolist())) for r in rows), default=0)
-    for name, (mean, state) in jax.jit(jax.vmap(step, axis_name="replica"))(rows, values).items():
-        np.testing.assert_allclose(mean, np.broadcast_to(wanted, mean.shape), **CLOSE)
-        if name != "auto":  # which may send the table
-            short = capacity is not None and most > capacity
-            assert (state.overflows == int(short)).all()
-            assert (state.needed == most).all()
-
-
-def test_several_axes_at_once():
-    """Equal on all replicas by its type too: it may leave shard_map as one copy."""
-    rows, values = entries()
-    mesh = js.make_mesh({"a": 2, "b": 2})
-
-    def per_device(rows, values):
-        outs = [
-            reduced(("a", "b"), path="rows", capacity=2),
-            reduced(("a", "b"), path="dense"),
-            reduced(("a", "b"), output="rows"),
-        ]
-        outs = [step(rows[0], values[0]) for step in outs]
-        return [mean for mean, _ in outs], outs[0][1].overflows
-
-    run = jax.shard_map(per_device, mesh=mesh, in_specs=P(("a", "b")), out_specs=P())
-    means, overflows = jax.jit(run)(rows, values)
-    assert overflows == 1
-    for mean in means:
-        table = mean.to_dense() if isinstance(mean, js.sparse.RowGradient) else mean
-        np.testing.assert_allclose(table, dense_of(rows, values).mean(0), **CLOSE)
-
-
-def test_half_precision_is_kept():
-    rows = np.zeros((8, 3), np.int32)
-    for dtype in (jnp.float16, jnp.bfloat16):
-        values = jnp.full((8, 3, 2), 16384.0, dtype)
-        step = jax.jit(jax.vmap(reduced(path="rows"), axis_name="replica"))
-        mean, _ = step(rows, values)
-        assert mean.dtype == dtype
-        assert (mean[:, 0] == 3 * 16384).all()  # the sum over replicas is beyond float16
+    assert (state.overflows == int(most > options.get("capacity", most))).all()
+    if options:  # else it may send the table
+        assert (state.needed == most).all()
 
 
 def test_other_leaves_go_to_the_dense_transform_with_its_state():
@@ -208,6 +166,56 @@ def test_other_leaves_go_to_the_dense_transform_with_its_state():
     grads, state = jax.jit(jax.vmap(step, axis_name="replica"))(rows, values, bias)
     np.testing.assert_allclose(grads["bias"], np.tile(bias.mean(0) * 1.5, (4, 1)))
     np.testing.assert_allclose(grads["deep"]["table"][0], dense_of(rows, values).mean(0), **CLOSE)
-    assert [x.shape for x in jax.tree.leaves(state.dense)][-1] == (4, 2)
-    assert not any(x.ndim == 3 for x in jax.tree.leaves(state.dense))
+    assert [x.shape for x in jax.tree.leaves(state.dense)] == [(4, 2)]
     assert (state.count == 2).all()
+
+
+# What it sends
+
+ROW_BYTES = 4 * 5
+
+
+def report(weighted=False, num_rows=1000, **options) -> js.reports.CommReport:
+    tx = js.sparse.all_reduce_rows("replica", **options)
+
+    def step(rows, values):
+        grads = {"table": js.sparse.RowGradient(rows, values, num_rows)}
+        return tx.update(grads, tx.init({"table": 0}), weight=values[0, 0] if weighted else None)
+
+    types = ((ENTRIES,), jnp.int32), ((ENTRIES, 5), jnp.float32)
+    arguments = [jax.ShapeDtypeStruct((REPLICAS, *shape), dtype) for shape, dtype in types]
+    run = lift(step, {"replica": REPLICAS}, "shard_map_unchecked", (False, False))
+    return js.comm_report_of(run.lower(*arguments), compile=False)
+
+
+def gathered(entries: int, numbers: int = 2) -> set[tuple[str, int, int]]:
+    """One all-gather of row numbers, and what goes with them, and one of values."""
+    return {("all-gather", 2, REPLICAS * (4 * (entries + numbers) + entries * ROW_BYTES))}
+
+
+@pytest.mark.parametrize("options", [{"output": "rows"}, {"capacity": 6, "weighted": True}])
+def test_rows_are_two_all_gathers(options):
+    """A weight adds a number."""
+    found = report(**options)
+    assert found.kinds == ("every",)
+    assert rows_of(found, "every") == gathered(ENTRIES, 3 if "weighted" in options else 2)
+
+
+def test_a_table_is_one_all_reduce():
+    assert rows_of(report(True, path="dense"), "every") == {
+        ("all-reduce", 1, 1000 * ROW_BYTES),
+        ("all-gather", 1, REPLICAS * 4 * 3),
+    }
+
+
+def test_with_a_capacity_fewer_rows_are_sent_and_more_where_it_does_not_suffice():
+    found = report(capacity=2)
+    assert set(found.kinds) == {"local", "overflow"}
+    assert rows_of(found, "local") == gathered(2)
+    assert rows_of(found, "overflow") == gathered(2) | gathered(ENTRIES)
+
+
+def test_rows_are_sent_up_to_equal_bytes_on_the_wire():
+    """R * k * (4 + w) <= 2 * N * w: 4 * 6 * 24 = 576, and a row of the table counts for 40."""
+    assert rows_of(report(num_rows=15), "every") == gathered(ENTRIES)
+    assert ("all-reduce", 1, 14 * ROW_BYTES) in rows_of(report(num_rows=14), "every")

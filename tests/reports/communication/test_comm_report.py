@@ -1,25 +1,23 @@
 """Counts and bytes of real programs, emitted and compiled on eight CPU devices."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxslowmo.reports._comm_report import CommRow, comm_report, comm_report_of
+from jaxslowmo.reports._comm_report import CommReport, CommRow, comm_report, comm_report_of
 
 ROWS = jax.ShapeDtypeStruct((64, 16), jnp.float32)
-ROWS_OF_8 = jax.ShapeDtypeStruct((8, 16), jnp.float32)
 BLOCK = 8 * 16 * 4  # bytes of one device's share of ROWS
 
 
-def mapped(fn, mesh, *, outs=None, check_vma=False, inputs=1):
+def mapped(fn, mesh, *, inputs=1):
     spec = P(mesh.axis_names)
-    outs = spec if outs is None else outs
-    return jax.shard_map(
-        fn, mesh=mesh, in_specs=(spec,) * inputs, out_specs=outs, check_vma=check_vma
-    )
+    return jax.shard_map(fn, mesh=mesh, in_specs=(spec,) * inputs, out_specs=spec, check_vma=False)
 
 
 BOTH = ("replica", "device")
@@ -49,34 +47,11 @@ def test_collectives_over_axes_of_a_mesh(mesh_of, name):
         )
 
 
-def test_permutes_whole_partial_and_onto_oneself(mesh_of):
-    mesh = mesh_of({"replica": 4, "device": 2})
-
-    def step(x):
-        x = lax.ppermute(x, "replica", [(i, (i + 1) % 4) for i in range(4)])
-        x = lax.ppermute(x, "device", [(0, 1)])
-        return lax.ppermute(x, "replica", [(i, i) for i in range(4)])
-
-    report = comm_report(mapped(step, mesh), ROWS)
-    for level in LEVELS:
-        found = [(r.axis, r.count, r.bytes, r.wire_bytes) for r in report.select(level=level)]
-        # Half of the devices along "device" send: the mean is half a block.
-        assert found == [("replica", 1, BLOCK, BLOCK), ("device", 1, BLOCK, BLOCK // 2)]
-
-
-def test_explicit_axes_types_that_are_checked_and_arrays_that_are_donated(mesh_of):
-    mesh = mesh_of({"replica": 8}, explicit=True)
-    fn = mapped(lambda x: lax.pmean(x, "replica"), mesh, outs=P(), check_vma=True)
-    x = jax.device_put(jnp.ones(ROWS.shape), NamedSharding(mesh, P("replica")))
-    report = comm_report(jax.jit(lambda *, x: fn(x), donate_argnames="x"), x=x)
-    assert report.count(axis="replica", collective="all-reduce") == 1
-    assert report.bytes(level="compiled") == BLOCK
-    assert not x.is_deleted()  # nothing was run
-
-
-def test_pmap():
+def test_pmap_and_a_program_of_one_device():
     fn = jax.pmap(lambda x: lax.psum(x, "i"), axis_name="i")
-    assert comm_report(fn, ROWS_OF_8).bytes(axis="i") == 64
+    assert comm_report(fn, jnp.ones((8, 16))).bytes(axis="i") == 64
+    report = comm_report(lambda x: x @ x.T, ROWS)
+    assert (report.rows, report.kinds, report.axes) == ((), ("every",), ())
 
 
 def test_axes_of_size_one_and_groups_within_an_axis(mesh_of):
@@ -98,38 +73,21 @@ def test_axes_of_size_one_and_groups_within_an_axis(mesh_of):
     assert (report.count(axis="one"), report.count(axis="?")) == (0, 1)
 
 
-def test_compiler_merges_what_functions_emit_apart(mesh_of):
-    shared = jax.jit(lambda x: lax.psum(x, "replica"))
-    fn = mapped(lambda x: [shared(x * i) for i in range(1, 7)], mesh_of({"replica": 8}))
-    report = comm_report(fn, ROWS)
-    assert (report.count(), report.count(level="compiled")) == (6, 1)
-    assert report.bytes() == report.bytes(level="compiled") == 6 * BLOCK
-
-
 def test_collectives_of_automatic_axes_are_only_compiled(mesh_of):
     mesh = mesh_of({"replica": 2, "fsdp": 4})
-    w = jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
-    batch = NamedSharding(mesh, P(("replica", "fsdp")))
-    x = jax.ShapeDtypeStruct((16, 64), jnp.float32, sharding=batch)
-
-    def grad(w, x):
-        return jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
-
-    report = comm_report(jax.jit(grad, out_shardings=w.sharding), w, x)
-    assert report.count() == 0
-    assert report.bytes(axis="fsdp", collective="all-gather", level="compiled") >= 64 * 64 * 4
-    assert report.axes[:2] == ("replica", "fsdp")
-
-
-def test_automatic_axis_inside_a_manual_one(mesh_of):
-    mesh = mesh_of({"replica": 2, "fsdp": 4})
     specs = {"in_specs": P("replica"), "out_specs": P(), "axis_names": {"replica"}}
-    fn = jax.shard_map(lambda w: lax.pmean(w, "replica"), mesh=mesh, **specs, check_vma=False)
+
+    def step(w):
+        means = jax.shard_map(lambda w: lax.pmean(w, "replica"), mesh=mesh, **specs)(w)
+        return jnp.sum(means)
+
     place = NamedSharding(mesh, P("replica", "fsdp"))
-    report = comm_report(fn, jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=place))
+    w = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=place)
+    report = comm_report(jax.jit(step), w)
     assert report.bytes(axis="replica") == 32 * 32 * 4  # the block of a replica
     assert report.bytes(axis="replica", level="compiled") == 32 * 8 * 4  # of a device
-    assert report.count(axis="fsdp", level="compiled") == 0
+    assert report.count(axis="fsdp") == 0
+    assert report.bytes(axis="fsdp", level="compiled") == 4
 
 
 def test_loops_multiply_and_those_of_unknown_length_count_once(mesh_of):
@@ -155,43 +113,6 @@ def test_loops_multiply_and_those_of_unknown_length_count_once(mesh_of):
     assert "unknown length" in str(report)
 
 
-def test_without_shardy_the_mesh_comes_from_the_jaxpr(mesh_of):
-    mesh = mesh_of({"replica": 2, "device": 4})
-    previous = jax.config.jax_use_shardy_partitioner
-    jax.config.update("jax_use_shardy_partitioner", False)
-    try:
-        report = comm_report(jax.jit(mapped(lambda x: lax.psum(x, "replica"), mesh)), ROWS)
-    finally:
-        jax.config.update("jax_use_shardy_partitioner", previous)
-    assert report.axes == ("replica", "device")
-    assert report.count(axis="replica") == 1
-
-
-def test_abstract_mesh_is_not_compiled():
-    mesh = AbstractMesh((16,), ("replica",), axis_types=(AxisType.Auto,))
-    report = comm_report(mapped(lambda x: lax.psum(x, "replica"), mesh), ROWS)
-    assert report.levels == ("emitted",)
-    assert report.bytes(axis="replica") == BLOCK // 2
-
-
-def test_programs_by_kind_lowered_or_compiled(mesh_of):
-    mesh = mesh_of({"replica": 8})
-    lowered = {
-        "average": jax.jit(mapped(lambda x: lax.psum(x, "replica"), mesh)).lower(ROWS),
-        "local": jax.jit(mapped(lambda x: 2 * x, mesh)).lower(ROWS),
-    }
-    compiled = {kind: program.compile() for kind, program in lowered.items()}
-    for programs, options, level in (
-        (lowered, {"mesh": mesh, "compile": False}, "emitted"),
-        (compiled, {}, "compiled"),
-        (lowered | {"average": compiled["average"]}, {}, "compiled"),
-    ):
-        report = comm_report_of(programs, **options)
-        assert (report.kinds, report.levels) == (("average", "local"), (level,))
-        assert report.bytes(kind="average", axis="replica", level=level) == BLOCK
-        assert report.count(kind="local", axis="replica", level=level) == 0
-
-
 def test_a_compiled_program_reports_what_was_compiled(mesh_of):
     mesh = mesh_of({"replica": 2, "device": 4})
 
@@ -214,6 +135,65 @@ def test_a_compiled_program_reports_what_was_compiled(mesh_of):
         assert list(report.rows) == [row for row in both.rows if row.level == "compiled"] != []
 
 
-def test_one_device_program_has_no_rows():
-    report = comm_report(lambda x: x @ x.T, ROWS)
-    assert (report.rows, report.kinds, report.axes) == ((), ("every",), ())
+# Questions asked of a report, and its two written forms
+
+
+def row(kind, axis, collective, level, count, nbytes, **more):
+    wire = more.pop("wire", nbytes)
+    return CommRow(kind, axis, collective, level, count, nbytes, wire, 4, ("float32",), **more)
+
+
+GRADIENTS = {"content": "gradients"}
+REPORT = CommReport(
+    rows=(
+        row("local", "device", "all-reduce", "emitted", 6, 4_000_000, wire=6_000_000, **GRADIENTS),
+        row("local", "device", "all-reduce", "emitted", 0, 8, wire=12, content="padding"),
+        row("local", "device", "all-reduce", "compiled", 1, 4_000_008, wire=6_000_012),
+        row("slow", "device", "all-reduce", "emitted", 6, 4_000_000),
+        row("slow", "replica", "reduce-scatter", "emitted", 1, 1000, conditional=True),
+        row("slow", "replica,device", "all-gather", "emitted", 3, 10, in_loop=True, trip_count=3),
+    ),
+    kinds=("local", "slow", "idle"),
+    axes=("replica", "device", "replica,device"),
+)
+
+
+def test_sums():
+    assert REPORT.count(kind="local") == 6
+    assert REPORT.count(kind="local", level="compiled") == 1
+    for level in ("emitted", "compiled"):
+        assert REPORT.bytes(kind="local", level=level) == 4_000_008
+        assert REPORT.wire_bytes(kind="local", level=level) == 6_000_012
+    assert REPORT.wire_bytes(kind="local", **GRADIENTS) == 6_000_000
+    assert REPORT.wire_bytes(kind="local", content="padding") == 12
+    assert REPORT.count(kind="slow") == 10
+    assert REPORT.bytes(kind="slow", collective="reduce-scatter") == 1000
+    assert REPORT.count(kind="idle") == 0
+
+
+def test_an_axis_covers_collectives_that_cross_it_among_others():
+    assert REPORT.count(kind="slow", axis="replica") == 4
+    assert REPORT.count(kind="slow", axis="device") == 9
+    for both in ("device,replica", ("replica", "device")):
+        assert REPORT.count(kind="slow", axis=both) == 3
+    assert REPORT.count(kind="local", axis="replica") == 0
+    assert REPORT.count(kind="local", axis="?") == 0
+
+
+def test_table():
+    """Compiled amounts stand in the first line of their axis and collective."""
+    assert [" ".join(line.split()) for line in str(REPORT).splitlines()] == [
+        "kind axis collective content emitted bytes sent compiled bytes sent notes",
+        "local device all-reduce gradients 6 4,000,000 6,000,000 1 4,000,008 6,000,012",
+        "local device all-reduce padding 0 8 12",
+        "slow device all-reduce 6 4,000,000 4,000,000 0 0 0",
+        "slow replica reduce-scatter 1 1,000 1,000 0 0 0 conditional",
+        "slow replica,device all-gather 3 10 10 0 0 0 loop",
+        "idle - (no communication) 0 0 0 0 0 0",
+    ]
+
+
+def test_json():
+    read = json.loads(REPORT.to_json())
+    assert set(read) == {"rows", "kinds", "axes", "levels", "state"}
+    assert read["rows"][0]["wire_bytes"] == 6_000_000

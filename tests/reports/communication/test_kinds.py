@@ -69,22 +69,18 @@ def test_nested_conditionals_and_host_scheduled_programs_agree(mapped):
         return mapped(lambda x, t: exchange(lax.ppermute(x, "replica", [(0, 1)])))
 
     programs = {"local": with_base(same), "average": with_base(average), "slow": with_base(slow)}
-    inside = comm_report(mapped(nested), X, T)
-    for by_host in (inside, comm_report(ByPhase(programs), X, T)):
-        assert by_host.kinds == ("local", "average", "slow")
+    for report in (comm_report(mapped(nested), X, T), comm_report(ByPhase(programs), X, T)):
+        assert report.kinds == ("local", "average", "slow")
         for level in ("emitted", "compiled"):
             counts = {
-                kind: {r.collective: r.count for r in by_host.select(kind=kind, level=level)}
-                for kind in by_host.kinds
+                kind: {r.collective: r.count for r in report.select(kind=kind, level=level)}
+                for kind in report.kinds
             }
             assert counts == {
                 "local": {"collective-permute": 1},
                 "average": {"collective-permute": 1, "all-reduce": 1},
                 "slow": {"collective-permute": 1, "reduce-scatter": 1, "all-gather": 1},
             }
-    conditional = {(r.collective, r.level) for r in inside.rows if r.conditional}
-    assert len(conditional) == 6
-    assert comm_report(ByPhase({None: mapped(nested)}), X, T) == inside
 
 
 def when(period, phase, otherwise=same):
@@ -101,34 +97,13 @@ def loop(x, t):
     return lax.scan(body, x, jnp.arange(4))[0]
 
 
-def differentiated(x, t):
-    summed = scoped("average", lambda x: lax.psum(x, "replica"))
-    loss = lambda x: lax.cond(t == 0, summed, same, x)  # noqa: E731
-    return jax.grad(lambda x: jax.vmap(loss)(x).sum())(x)
-
-
-def rest(x, t):
-    return lax.cond(t % 3 == 0, average, same, x)
-
-
-def shift(x, t):
-    return lax.ppermute(x, "replica", [(0, 1)])
-
-
-def nested_rest(x, t):
-    return lax.cond(t % 4 == 0, slow, lambda x: rest(x, t), x)
-
-
 REDUCE = jax.jit(mean)
 CALLS = [scoped("a", REDUCE), scoped("b", lambda x: REDUCE(2 * REDUCE(x))), same]
 OUTER = scoped("outer", lambda x: lax.psum(average(x), "replica"))
 EVERY = scoped("*", mean)
 # A step, and how many collectives each kind of it executes.
 CASES = {
-    "silent": (when(2, scoped("rest", lambda x: 2 * x)), "local 0, rest 0"),
-    "without a phase": (both(shift, when(2, mean)), "local 1, conditional 2"),
-    "static": (lambda x, t: average(lax.psum(x, "replica")), "average 2"),
-    "two static": (lambda x, t: slow(average(x)), "average+slow 3"),
+    "without a phase": (when(2, mean), "local 0, conditional 1"),
     "static and chosen": (
         both(lambda x, t: average(x), when(2, slow)),
         "local 1, slow 3, average 1, average+slow 3",
@@ -138,8 +113,7 @@ CASES = {
         "local 0, average 1, slow 2, average+slow 3",
     ),
     "the innermost": (when(2, OUTER), "local 0, average 1, outer 1, average+outer 2"),
-    "part of every": (both(nested_rest, when(3, EVERY)), "local 0, average 2, slow 3"),
-    "part of every alone": (when(2, EVERY), "local 0, * 1"),
+    "part of every": (both(when(3, average), when(3, EVERY)), "local 0, average 2"),
     "of the caller": (lambda x, t: lax.switch(t, CALLS, x), "local 0, a 1, b 2"),
     "in a loop": (loop, "local 0, average 4"),
 }
@@ -152,14 +126,6 @@ def test_kinds_of_steps_and_how_many_collectives_they_execute(mapped, name):
     for level in report.levels:
         counts = [f"{kind} {report.count(kind=kind, level=level)}" for kind in report.kinds]
         assert ", ".join(counts) == wanted
-    if "average+slow" in report.kinds[1:]:
-        assert report.count(kind="slow+average") == 3
-
-
-def test_phases_survive_vmap_and_grad(mapped):
-    report = comm_report_of(jax.jit(mapped(differentiated)).lower(X, T), compile=False)
-    assert set(report.kinds) == {"local", "average"}
-    assert report.count(kind="local") == 0 < report.count(kind="average")
 
 
 def test_branches_exclude_each_other_and_the_largest_counts(mapped):
@@ -174,27 +140,16 @@ def test_branches_exclude_each_other_and_the_largest_counts(mapped):
 
 
 AXIS = "replica"
-TWELVE = js.local_sgd(AXIS, sync_every=8)
-FRAGMENTS = [("average+" if k in (3, 7, 11) else "") + f"slow_{k}" for k in range(12)]
 SYNCS = {
-    # Without the schedule twelve conditionals would give 2^12 kinds.
+    # Without the schedule the conditionals would give all combinations.
     "fragments": (
-        js.slowmo(AXIS, base=TWELVE, sync_every=24, fragments=12),
-        " ".join(["local", *FRAGMENTS]),
+        js.slowmo(AXIS, base=js.local_sgd(AXIS, sync_every=4), sync_every=8, fragments=4),
+        "local slow_0 average+slow_1 slow_2 average+slow_3",
     ),
     "parts in flight": (
         js.diloco(AXIS, sync_every=8, fragments=2, delay=2),
         "local take_0 send_0 send_0+slow_0 take_1 send_1 send_1+slow_1",
     ),
-    "moments with some averages": (
-        js.des_loc(AXIS, sync_every=4),
-        "local average average+mu average+mu+nu",
-    ),
-    "an exchange in every update": (
-        js.slowmo(AXIS, base=js.sparta(AXIS), sync_every=8),
-        "sample slow",
-    ),
-    "rounds": (js.noloco(AXIS, sync_every=2, graph=js.topology.ring), "local round_0"),
 }
 
 
@@ -207,30 +162,16 @@ def test_a_traced_step_lists_the_kinds_that_occur(name):
         sync=sync,
         mesh=js.make_mesh({AXIS: 4}),
     )
-    state = step.init({f"w{i}": jnp.ones(3) for i in range(12)})
+    state = step.init({f"w{i}": jnp.ones(3) for i in range(4)})
     kinds = js.comm_report(step, state, jnp.ones(4)).kinds
     assert {kind.replace(" ", "_") for kind in kinds} == {*wanted.split()}
 
 
-TRANSFORMS = {
-    "a slow step replaces an average": js.slowmo(
-        "replica", base=js.local_sgd("replica", sync_every=2), sync_every=4
-    ),
-    "both in one step": js.slowmo(
-        "replica", base=js.sgp("replica", graph=js.topology.ring(2)), sync_every=4
-    ),
-    "fragments": js.diloco("replica", sync_every=4, fragments=2),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_kinds_of_ones_own_loop_are_those_of_the_schedule_that_it_names(name):
-    sync, params = TRANSFORMS[name], {"a": jnp.ones((2, 64)), "b": jnp.ones((2, 64))}
-    state = jax.vmap(sync.init, axis_name="replica")(params)
-
-    def update(params, state):
-        return sync.update(params, state, params)
-
-    program = jax.jit(jax.vmap(update, axis_name="replica")).trace(params, state)
-    report = comm_report_of(program, compile=False, sync=sync)
+def test_kinds_of_ones_own_loop_are_those_of_the_schedule_that_it_names():
+    """A slow step replaces an average."""
+    base, params = js.local_sgd(AXIS, sync_every=2), {"a": jnp.ones((2, 64))}
+    sync = js.slowmo(AXIS, base=base, sync_every=4)
+    state = jax.vmap(sync.init, axis_name=AXIS)(params)
+    update = jax.vmap(lambda p, state: sync.update(p, state, p), axis_name=AXIS)
+    report = comm_report_of(jax.jit(update).trace(params, state), compile=False, sync=sync)
     assert set(report.kinds) == {js.spec.phase_name(phase) for phase in sync.phases()}

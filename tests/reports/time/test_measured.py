@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 from jaxlib import xla_client
 
 import jaxslowmo as js
@@ -48,15 +47,15 @@ def check_times(times):
 
 def test_gradient_buckets():
     report, losses = run(
-        15, 14, gradients=js.all_reduce_gradients("replica", first_bucket_bytes=0, bucket_bytes=0)
+        12, 12, gradients=js.all_reduce_gradients("replica", first_bucket_bytes=0, bucket_bytes=0)
     )
     assert losses[-1] < losses[0]
-    assert (report.iteration, report.measured, report.missed) == (15, (*range(1, 11), 14), ())
+    assert (report.iteration, report.measured, report.missed) == (12, (*range(1, 11), 12), ())
     check_times(report.last)
     check_times(report.average)
     assert set(report.average.communication) == {"gradients"}
     assert report.last.communication["gradients"] == report.last.communication_time > 0
-    assert {name: (k.steps, k.measured) for name, k in report.kinds.items()} == {"every": (15, 11)}
+    assert {name: (k.steps, k.measured) for name, k in report.kinds.items()} == {"every": (12, 11)}
 
     assert [(b.size_bytes, b.leaves) for b in report.buckets] == [(256, ("c",)), (256, ("a",))]
     assert report.bucket_sizes == (256, 256)
@@ -65,10 +64,9 @@ def test_gradient_buckets():
     assert (report.dtypes, report.backend, report.num_devices) == (("float32",), "cpu", 4)
 
 
-@pytest.mark.parametrize("mode", ["traced", "host"])
-def test_parameter_synchronisations(mode):
+def test_parameter_synchronisations():
     sync = js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=4)
-    report, _ = run(14, 100, sync=sync, mode=mode)
+    report, _ = run(14, 100, sync=sync, mode="host")
     assert report.measured == (*range(1, 11), 12, 14)  # exchanges are counted by themselves
     counts = {name: (kind.steps, kind.measured) for name, kind in report.kinds.items()}
     assert counts == {"local": (7, 5), "average": (4, 4), "slow": (3, 3)}
@@ -83,41 +81,24 @@ def test_parameter_synchronisations(mode):
 
 
 def test_the_table_and_the_file_of_a_report(tmp_path):
-    last = StepTimes(0.010, 0.001, 0.002, 0.0005, 0.004, 0.003, 0.002, {"slow": 0.004})
-    mean = StepTimes(0.008, 0.001, 0.002, 0.0005, 0.002, 0.0015, 0.001, {"slow": 0.002})
-    mib = 2**20
-    sizes = {"gradients": (mib, mib, 10486, 10485), "slow": (3 * mib // 2,)}
-    buckets = {
-        name: tuple(Bucket(name, size, "float32", ("a",)) for size in of_name)
-        for name, of_name in sizes.items()
-    }
-    kinds = {"local": KindOfStep(29, 6, mean), "slow": KindOfStep(1, 0, StepTimes())}
-    of_steps = (30, 10, (1, 2, 3, 10, 20, 21), (30,), last, mean, kinds)
-    of_model = (None, 2 * mib, 3, ("float32", "bfloat16"), "cpu", 4)
-    report = StepReport(*of_steps, buckets["gradients"], buckets["slow"], *of_model)
-    assert [line.split() for line in str(report).splitlines() if line] == [
-        line.split()
-        for line in """\
-30 steps, 6 measured; 4 cpu devices
-due but not measured: 1
-ms 			last 	mean
-step 			10.000 	8.000
-forward compute 	1.000 	1.000
-backward compute 	2.000 	2.000
-other compute 		0.500 	0.500
-communication 		4.000 	2.000
-while computing 	3.000 	1.500
-exposed 		1.000 	0.500
-of slow 		4.000 	2.000
-kind of step  steps  measured  step, ms  communication  exposed
-local  29  6  8.000  2.000  0.500
-slow   1   0  -  -  -
-3 parameters, 2 MiB, float32, bfloat16
-buckets of gradients: 2 x 1 MiB, 0.01 MiB, 10485 B
-buckets of slow: 1.5 MiB""".splitlines()
-    ]
+    times = StepTimes(0.010, 0.001, 0.002, 0.0005, 0.004, 0.003, 0.002, {"slow": 0.004})
+    buckets = tuple(Bucket("gradients", size, "float32", ("a",)) for size in (2**20, 10485))
+    kinds = {"local": KindOfStep(29, 6, times), "slow": KindOfStep(1, 0, StepTimes())}
+    of_steps = (30, 10, (1, 2, 3, 10, 20, 21), (30,), times, times, kinds)
+    report = StepReport(*of_steps, buckets, (), None, 2**21, 3, ("float32", "bfloat16"), "cpu", 4)
+    lines = [" ".join(line.split()) for line in str(report).splitlines()]
+    assert lines[:2] == ["30 steps, 6 measured; 4 cpu devices", "due but not measured: 1"]
+    assert {
+        "step 10.000 10.000",
+        "while computing 3.000 3.000",
+        "of slow 4.000 4.000",
+        "local 29 6 10.000 4.000 1.000",
+        "slow 1 0 - - -",
+        "3 parameters, 2 MiB, float32, bfloat16",
+        "buckets of gradients: 1 MiB, 10485 B",
+    } <= {*lines}
     report.write(tmp_path / "report.json")
-    expected = asdict(report) | {"bucket_sizes": sizes["gradients"]}
+    expected = asdict(report) | {"bucket_sizes": (2**20, 10485)}
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(expected))
 
 
@@ -130,25 +111,6 @@ def test_a_jitted_function_on_one_device():
     assert (report.measured, report.last.communication_time) == ((1,), 0)
     assert report.last.backward_compute_time > 0
     assert (report.buckets, report.ready_order, report.num_devices) == ((), None, 1)
-
-
-def test_a_step_of_ones_own():
-    reduce = js.all_reduce_gradients("replica")
-
-    def per_replica(params, batch):
-        mine = jax.tree.map(lambda x: jax.lax.pcast(x, "replica", to="varying"), params)
-        grads, _ = reduce.update(jax.grad(loss)(mine, batch), reduce.init(params))
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-
-    mesh = js.make_mesh({"replica": 4})
-    specs = {"in_specs": (P(), P("replica")), "out_specs": P()}
-    step = js.reports.measured(jax.jit(jax.shard_map(per_replica, mesh=mesh, **specs)), rate=1)
-    step(PARAMS, BATCH)
-    report = step.report()
-    assert set(report.last.communication) == {"gradients"}
-    assert [(b.size_bytes, b.leaves) for b in report.buckets] == [(512, ("c", "a"))]
-    assert (report.num_parameter_tensors, report.parameter_bytes) == (2, 512)
-    assert (report.dtypes, report.num_devices) == (("float32",), 4)
 
 
 def test_while_another_trace_runs_steps_are_missed(tmp_path):
@@ -178,11 +140,7 @@ def test_the_first_ten_and_then_every_rate_th():
     # torch's DistributedDataParallel samples these with a rate of 7.
     assert sampled(7, ["local"] * 30) == [*range(1, 11), 14, 21, 28]
     assert sampled(1, ["local"] * 15) == list(range(1, 16))
-    assert sampled(100, ["local"] * 250) == [*range(1, 11), 100, 200]
-
-
-def test_seldom_exchanges_are_counted_by_themselves():
+    # Exchanges are counted by themselves: 1 to 10, and the 14th at step 168.
     kinds = ["average" if t % 12 == 0 else "local" for t in range(1, 181)]
-    # Exchanges 1 to 10, and the 14th at step 168; steps 1 to 10, and every 14th.
     expected = {*range(1, 11), *range(12, 121, 12), *range(14, 181, 14), 168}
     assert sampled(14, kinds) == sorted(expected)

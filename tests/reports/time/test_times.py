@@ -1,12 +1,17 @@
 """How long a step spent on what, from the operations that devices ran."""
 
+import warnings
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.profiler import ProfileData
 
 from jaxslowmo.reports._step_times import (
     DeviceOp,
     StepProgram,
+    Work,
+    device_ops,
     length,
     mean_times,
     overlap,
@@ -69,15 +74,12 @@ def test_names_that_no_instruction_has():
     found = times(("0", "ncclDevKernel_AllReduce_Sum_f32", 0, 1), ("0", "memset", 1, 3))
     assert found.communication == {"other": 1}
     assert found.other_compute_time == 2
-    unrelated = DeviceOp("0", 0, 10**9, "memset", is_ours=False)
-    assert step_times([unrelated], StepProgram(TEXT), 1.0).other_compute_time == 0
 
 
 def test_means_over_steps():
     average = mean_times([times(("0", "slow.1", 0, 2)), times(("0", "ar-start", 0, 1))])
     assert average.communication == {"slow": 1, "gradients": 0.5}
     assert (average.communication_time, average.step_time) == (1.5, 1)
-    assert mean_times([]).step_time == 0
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)))
@@ -91,3 +93,112 @@ def instants(intervals):
 def test_intervals_hold_the_same_instants_as_sets_do(first, second):
     assert length(first) == len(instants(first))
     assert overlap(first, second) == len(instants(first) & instants(second))
+
+
+def test_instructions_are_told_apart():
+    program = StepProgram(TEXT)
+    assert program.name == "jit_f"
+    for name, expected in {
+        "fusion.1": Work("forward"),
+        "fusion.2": Work("backward"),  # by what it holds
+        "copy.1": Work("other"),
+        "adam": Work("other"),
+        "ar-start": Work("", "gradients"),
+        "ar-done": Work("", "gradients", "ar-start"),
+        "spread.1": Work("backward", "gradients"),
+        "cond.1": Work(),
+        "slow.1": Work("", "slow"),
+        "inserted": Work("", "slow"),
+        "pp-start": Work("", "round 0"),
+        "pp-done": Work("", "round 0", "pp-start"),
+        "statistics": Work("", "model_state"),
+        "tensor": Work("", "backward"),
+        "to_host": Work("other"),
+    }.items():
+        assert program.work(name) == expected, name
+    assert program.work("call.1") == Work("forward")
+    assert StepProgram(TEXT).work("call.1", {"in_call"}) == Work()
+    assert program.work("elsewhere") is None
+
+
+# Traces of accelerators, written by hand
+
+
+def plane(name, lines):
+    """A plane as a text proto: lines of (event name, start, end in ns, stats by name)."""
+    events = {event for _, of_line in lines for event, *_ in of_line}
+    ids = {text: i for i, text in enumerate(sorted(events | set(STATS)), 1)}
+    parts = [f'name: "{name}"']
+    for line, of_line in lines:
+        shown = []
+        for event, start, end, stats in of_line:
+            values = [
+                f"stats {{ metadata_id: {ids[stat]} "
+                + (f"int64_value: {x}" if isinstance(x, int) else f'str_value: "{x}"')
+                + " }"
+                for stat, x in stats.items()
+            ]
+            shown.append(
+                f"events {{ metadata_id: {ids[event]} offset_ps: {1000 * start} "
+                f"duration_ps: {1000 * (end - start)} {' '.join(values)} }}"
+            )
+        parts.append(f'lines {{ name: "{line}" {" ".join(shown)} }}')
+    for text, i in ids.items():
+        kind = "stat_metadata" if text in STATS else "event_metadata"
+        parts.append(f'{kind} {{ key: {i} value {{ id: {i} name: "{text}" }} }}')
+    return f"planes {{ {' '.join(parts)} }}"
+
+
+STATS = ("hlo_op", "hlo_module", "device_ordinal", "_p", "_c")
+
+
+def of(op, module="jit_f", **more):
+    return {"hlo_op": op, "hlo_module": module, **more}
+
+
+def read(*planes):
+    text = " ".join(planes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # jaxlib's own, under Python 3.12
+        space = ProfileData.text_proto_to_serialized_xspace(text)
+        found = list(device_ops(ProfileData.from_serialized_xspace(space), "jit_f"))
+    return {(op.device, op.name, op.start, op.end) for op in found}
+
+
+def test_traces_of_tpus_name_whole_instructions():
+    ops = [
+        ("%fusion.1 = f32[4]{0} fusion(f32[4]{0} %p), kind=kLoop", 0, 20, {}),
+        ("%ar-done = f32[4]{0} all-reduce-done(%ar-start)", 20, 30, {}),
+    ]
+    asynchronous = [("%ar-start = f32[4]{0} all-reduce-start(%p)", 5, 28, {})]
+    modules = ("XLA Modules", [("jit_f(123)", 0, 40, {})])
+    tpu = plane("/device:TPU:1", [modules, ("XLA Ops", ops), ("Async XLA Ops", asynchronous)])
+    assert read(tpu, plane("/device:TPU:1 SparseCore 0", [("XLA Ops", ops)])) == {
+        ("/device:TPU:1", "fusion.1", 0, 20),
+        ("/device:TPU:1", "ar-done", 20, 30),
+        ("/device:TPU:1", "ar-start", 5, 28),
+    }
+
+
+def test_traces_of_gpus_have_streams_of_kernels():
+    gpu = plane(
+        "/device:GPU:0",
+        [
+            ("Stream #14(Compute)", [("loop_add_fusion", 0, 20, of("fusion.1"))]),
+            ("Stream #20(Compute)", [("ncclDevKernel_AllReduce", 10, 28, of("ar-start"))]),
+            ("Stream #21(MemcpyH2D)", [("MemcpyH2D", 0, 5, {})]),
+            ("Stream #22(Compute)", [("of_another", 0, 9, of("fusion.2", "jit_g"))]),
+            ("XLA Modules", [("jit_f", 0, 40, of("jit_f"))]),
+        ],
+    )
+    found = read(gpu)
+    assert found == {
+        ("/device:GPU:0", "fusion.1", 0, 20),
+        ("/device:GPU:0", "ar-start", 10, 28),
+        ("/device:GPU:0", "MemcpyH2D", 0, 5),
+    }
+    spans = [DeviceOp(d, a, b, name, is_ours=name != "MemcpyH2D") for d, name, a, b in found]
+    measured = step_times(spans, StepProgram(TEXT), 1.0)
+    assert measured.communication["gradients"] == pytest.approx(18e-9)
+    assert measured.overlap_time == pytest.approx(10e-9)
+    assert measured.other_compute_time == 0

@@ -4,44 +4,23 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
 from jaxslowmo.gradients.hooks._powersgd import draw_normal, orthogonal
-from support.executions import lift
 
 WORLD = 4
-AXES = {"replica": WORLD}
 
 
-def grads_like(shapes, seed, dtype=np.float32, world=WORLD):
+def grads_like(shapes, seed, world=WORLD):
     rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=(world, *s)).astype(dtype) for name, s in shapes.items()}
-
-
-def repeated(hook, grads, steps, execution="vmap", **layout):
-    """Reduced gradients and hook states of updates that all get the same gradients."""
-    tx: Any = js.all_reduce_gradients("replica", hook=hook, **layout)
-
-    def replica(grads):
-        def step(state, _):
-            reduced, state = tx.update(grads, state)
-            return state, (reduced, state.hook)
-
-        return jax.lax.scan(step, tx.init(grads), None, length=steps)[1]
-
-    return jax.tree.map(np.asarray, lift(replica, AXES, execution, (False,))(grads))
+    return {name: rng.normal(size=(world, *s)).astype(np.float32) for name, s in shapes.items()}
 
 
 def means(grads):
     return {name: np.mean(g, axis=0) for name, g in grads.items()}
-
-
-def now(reduced, *index):
-    return {name: x[index] for name, x in reduced.items()}
 
 
 def close(found, wanted, tolerance=1e-5):
@@ -60,6 +39,7 @@ def three_replicas(rank, feedback):
     return jax.jit(jax.vmap(tx.init, axis_name="replica")), jax.jit(step)
 
 
+@settings(max_examples=4)
 @given(st.sampled_from([(1, True), (2, False), (3, True)]), st.integers(0, 99))
 def test_update_is_one_power_iteration(kind, seed):
     """Against NumPy, for what is compressed; the mean for the rest."""
@@ -72,7 +52,7 @@ def test_update_is_one_power_iteration(kind, seed):
         reduced = jax.tree.map(np.asarray, reduced)
         close(reduced["b"][1], means(grads)["b"])
         if t < 2:
-            close(now(reduced, 0), means(grads))
+            close({name: x[0] for name, x in reduced.items()}, means(grads))
             continue
         # The last leaf comes first in the bucket. "d", (4, 6), is too small for ranks above 2.
         compressed = ["d", "a"] if rank <= 2 else ["a"]
@@ -103,35 +83,18 @@ def test_only_what_saves_enough_is_compressed():
 
 
 def test_draws_depend_on_all_that_they_should():
-    """And on every backend they are those of threefry."""
-    draws = jax.jit(
-        lambda count: [
-            draw_normal(seed, count, bucket, index, (1, 3, 2))
-            for seed in (0, 1)
-            for bucket in (0, 1)
-            for index in (0, 1)
-        ]
-    )
+    """On the seed, the bucket, the shape among its matrices, and the number of the update."""
+    kinds = [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)]
+    draws = jax.jit(lambda n: [draw_normal(a, n, b, c, (1, 3, 2)) for a, b, c in kinds])
     found = np.concatenate([np.asarray(draws(count)) for count in (0, 1, 2)])
     assert len(np.unique(found)) == found.size == 3 * 8 * 6
-
-
-def test_without_warm_start_each_update_draws_anew():
-    """From the first update on, where it is asked for."""
-    grads = grads_like({"a": (10, 8)}, 4)
-    options = {"error_feedback": False, "warm_start": False}
-    cold, states = repeated(js.hooks.powersgd(1, 0, **options), grads, 3)
-    assert states[0] == ((), ())
-    for t in range(3):
-        assert np.linalg.matrix_rank(cold["a"][0, t], tol=1e-4) == 1
-        assert not np.allclose(cold["a"][0, t], cold["a"][0, t - 1], atol=1e-3)
 
 
 def test_an_overflow_does_not_stay_in_the_memory():
     grads = grads_like({"a": (10, 8), "b": (5,)}, 6)
     tx: Any = js.all_reduce_gradients("replica", hook=js.hooks.powersgd(1, 2))
-    step = lift(lambda g, s: tx.update(g, s), AXES, "vmap", (False, False))
-    state = lift(tx.init, AXES, "vmap", (False,))(grads)
+    step = jax.jit(jax.vmap(lambda g, s: tx.update(g, s), axis_name="replica"))
+    state = jax.vmap(tx.init, axis_name="replica")(grads)
     for _ in range(3):
         _, state = step(grads, state)
     bad = {"a": grads["a"].copy(), "b": grads["b"]}
@@ -140,40 +103,13 @@ def test_an_overflow_does_not_stay_in_the_memory():
     assert not np.any(np.isfinite(reduced["a"]))
     np.testing.assert_allclose(reduced["b"][0], means(grads)["b"], rtol=1e-5, atol=1e-6)
     jax.tree.map(np.testing.assert_array_equal, after.hook, state.hook)
-    assert int(after.count[0]) == 4
     reduced, after = step(grads, after)
     assert np.all(np.isfinite(reduced["a"]))
     assert not np.array_equal(after.hook[0].error[0], state.hook[0].error[0])
 
 
-def test_state_of_half_precision_is_float32():
-    """Of gradients in it, and where only the factors travel in it."""
-    grads = grads_like({"a": (16, 8), "b": (5,)}, 7)
-    full, _ = repeated(js.hooks.powersgd(2, 2), grads, 3)
-    for kind in (jnp.float32, jnp.bfloat16):
-        given = {name: x.astype(kind) for name, x in grads.items()}
-        hook = js.hooks.powersgd(2, 2)
-        if kind == jnp.float32:
-            hook = js.hooks.bf16_compress(hook)
-        half, states = repeated(hook, given, 3)
-        assert half["a"].dtype == kind
-        assert {x.dtype for x in jax.tree.leaves(states)} == {np.dtype(np.float32)}
-        close(np.float32(half["a"]), full["a"], 4e-2)
-        assert not np.array_equal(half["a"], full["a"])
-
-
-def test_zero_gradients_stay_zero():
-    grads = {"a": np.zeros((WORLD, 16, 8), np.float32), "none": np.zeros((WORLD, 0, 3), np.float32)}
-    reduced, states = repeated(js.hooks.powersgd(3, 2, min_compression_rate=0.5), grads, 4)
-    assert reduced["none"].shape == (WORLD, 4, 0, 3)
-    np.testing.assert_array_equal(reduced["a"], 0)
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(states))
-
-
-columns_of = jax.jit(orthogonal)
-
-
 def test_dependent_columns_do_not_count_twice():
+    columns_of = jax.jit(orthogonal)
     x = np.random.default_rng(0).normal(size=(1, 7, 1)).astype(np.float32)
     q = np.asarray(columns_of(np.concatenate([x, x * np.float32(0.3)], axis=-1)))[0]
     gram = q.T @ q

