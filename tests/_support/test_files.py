@@ -1,13 +1,11 @@
 """Files that are written anew are whole at every moment; errors of the operating system."""
 
-import errno
 import os
 import stat
-from pathlib import Path
 
 import pytest
 
-from jaxslowmo._support.files import atomic_path, io_errno, is_temporary_file, write_atomic
+from jaxslowmo._support.files import atomic_path, is_temporary_file, write_atomic
 
 
 def test_the_new_content_takes_the_place_of_the_old(tmp_path):
@@ -45,17 +43,6 @@ def test_after_an_error_it_is_what_it_was(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_bytes_are_on_disk_before_the_name(tmp_path, monkeypatch):
-    calls = []
-    replace = Path.replace
-    monkeypatch.setattr(os, "fsync", lambda number: calls.append(os.fstat(number).st_size))
-    monkeypatch.setattr(
-        Path, "replace", lambda self, to: (calls.append("replace"), replace(self, to))
-    )
-    write_atomic(tmp_path / "a", "four")
-    assert calls == [4, "replace"]
-
-
 def test_links_and_devices(tmp_path):
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "file")
@@ -64,30 +51,3 @@ def test_links_and_devices(tmp_path):
     assert (tmp_path / "file").read_text() == "new"
     write_atomic(os.devnull, "nothing")
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
-
-
-class Told(RuntimeError):
-    errno = errno.ESTALE
-
-
-def wrapped(inner: Exception) -> Exception:
-    try:
-        raise RuntimeError("outer") from inner
-    except RuntimeError as error:
-        return error
-
-
-def test_numbers_of_errors_of_the_operating_system_however_they_are_wrapped():
-    full, slow = errno.ENOSPC, errno.ETIMEDOUT
-    for error, number in (
-        (OSError(full, "No space left on device"), full),
-        (wrapped(OSError(errno.EIO, "I/O")), errno.EIO),
-        (Told("as its attribute says"), errno.ESTALE),
-        # Of tensorstore.
-        (ValueError(f"Error writing [os_error_code='{full}']"), full),
-        (wrapped(wrapped(ValueError(f"[os_error_code='{slow}']"))), slow),
-        (OSError("without a number"), None),
-        (ValueError("28"), None),
-        (None, None),
-    ):
-        assert io_errno(error) == number

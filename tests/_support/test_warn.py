@@ -3,7 +3,6 @@
 import functools
 import inspect
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -32,19 +31,6 @@ def test_at_construction_also_called_by_the_standard_library():
     with pytest.warns(UserWarning, match="without a `base`") as record:
         functools.singledispatch(js.slowmo)("replica", sync_every=4)
     assert points_here(record, here() - 1)
-
-
-def test_at_trace_time():
-    tx = optax.chain(optax.sgd(0.1), js.local_sgd("replica", sync_every=2))
-    lines = []
-
-    def step(params):
-        lines.append(here() + 1)
-        return tx.update(params, tx.init(params), params)[0]
-
-    with pytest.warns(UserWarning, match="size 1") as record:
-        jax.jit(jax.vmap(step, axis_name="replica"))({"w": jnp.ones((1, 3))})
-    assert points_here(record, lines[0])
 
 
 def test_of_a_train_step_at_the_call_of_the_step():

@@ -58,7 +58,7 @@ local = functools.partial(js.local_sgd, "replica", sync_every=2)
 sgp = functools.partial(js.sgp, "replica")
 slow = functools.partial(js.slowmo, "replica", sync_every=4)
 diloco = functools.partial(js.diloco, "replica", sync_every=5)
-RING, STAR, OVER_IRREGULAR = js.topology.ring, js.topology.star, sgp(graph=IRREGULAR)
+RING, OVER_IRREGULAR = js.topology.ring, sgp(graph=IRREGULAR)
 INEXACT = {"average": AVERAGE, "average+slow": AVERAGE}
 # By the events of an update; an update with none sends nothing.
 SENT = {
@@ -70,30 +70,27 @@ SENT = {
     "local_sgd with error feedback": (local(codec=FLOAT16), {"average": coded(FLOAT16)}),
     "slowmo": (slow(base=local()), {"average": AVERAGE, "slow": sharded()}),
     "slowmo whole": (slow(base=local(), shard_state=False), {"average": AVERAGE, "slow": WHOLE}),
-    "slowmo in 16 bits": (
-        slow(base=local(), codec=FLOAT16, shard_state=False),
-        {"average": AVERAGE, "slow": coded(FLOAT16)},
-    ),
     "slowmo in 4 bits": (
         slow(base=local(), codec=js.codecs.int4()),
         {"average": AVERAGE, "slow": coded(js.codecs.int4(), PADDED) | {("all-reduce", 1, REST)}},
     ),
     "slowmo inexact": (slow(base=local(), exact_average=False), INEXACT),
     "diloco": (diloco(), {"slow": sharded()}),
-    "diloco whole": (diloco(shard_state=False), {"slow": WHOLE}),
     "only_finite": (js.only_finite(diloco()), {"slow": sharded(1)}),
     "noloco": (js.noloco("replica", sync_every=4), pairs(SLOW_BYTES)),
     "noloco with a pull": (js.noloco("replica", pull=0.5), pairs(2 * SLOW_BYTES, 2)),
-    "noloco in 16 bits": (js.noloco("replica", codec=FLOAT16), pairs(SLOW_BYTES // 2)),
+    # Besides the mean the norms of leaves; one norm from each replica, and the sum of weights.
+    "diloco rda": (diloco(aggregate="rda"), {"slow": {("all-reduce", 2, SLOW_BYTES + 4 * 5)}}),
+    "diloco by norms": (
+        diloco(aggregate=js.norm_weighted(damping=0.5)),
+        {"slow": {("all-reduce", 2, SLOW_BYTES + 4), ("all-gather", 1, 4 * NODES)}},
+    ),
     # Of every 50 elements of a leaf one, in one buffer for each dtype.
     "sparta": (js.sparta("replica", share=0.02), {"sample": {("all-reduce", 2, TWO_PERCENT)}}),
-    "sgp": (sgp(), rounds(1)),
     "sgp in 16 bits": (sgp(graph=RING, codec=BFLOAT16), {"round 0": permutes(1, False, NARROW)}),
     # All nodes keep the same share, so all weights move alike, and nobody sends them.
     "sgp later": (sgp(overlap=3), rounds(1)),
     "sgp irregular": (OVER_IRREGULAR, rounds(2, True)),
-    "sgp star": (sgp(graph=STAR), {"round 0": permutes(3, True)}),
-    "sgp uneven later": (sgp(mixing=UNEVEN, overlap=2), rounds(1, True)),
     # With the sum of w, 4 bytes.
     "slow irregular": (slow(base=OVER_IRREGULAR), rounds(2, True, slow=sharded(1))),
     "slow uneven later": (
@@ -105,7 +102,7 @@ SENT = {
         rounds(2, True) | {"round 1+slow": permutes(2, True)},
     ),
 }  # fmt: skip
-BY_THE_HOST = ("slowmo", "noloco", "slowmo inexact", "only_finite", "slow irregular inexact")
+BY_THE_HOST = ("slowmo", "only_finite", "slow irregular inexact")
 
 
 def summed(found):
@@ -137,19 +134,14 @@ def test_what_each_program_sends_where_the_host_schedules(name, mesh_of):
     check(name, mesh_of({"replica": NODES}), "host")
 
 
-@pytest.mark.parametrize("name", ["slowmo", "sgp irregular"])
-def test_meshes_without_devices_and_with_explicit_axes_send_the_same(name, mesh_of):
-    for mesh in (js.virtual_mesh({"replica": 4}), mesh_of({"replica": 4}, explicit=True)):
-        check(name, mesh)
+def test_meshes_without_devices_and_with_explicit_axes_send_the_same(mesh_of):
+    check("slowmo", js.virtual_mesh({"replica": 4}))
+    check("sgp irregular", mesh_of({"replica": 4}, explicit=True))
 
 
 @pytest.mark.parametrize(
     ("base", "kind", "times", "weights"),
-    [
-        (local, "average", 1, 0),
-        (sgp, "round 1", 1, 0),
-        (functools.partial(sgp, graph=IRREGULAR), "round 1", 2, 1),
-    ],
+    [(local, "average", 1, 0), (functools.partial(sgp, graph=IRREGULAR), "round 1", 2, 1)],
 )
 def test_each_device_of_a_replica_sends_its_part(base, kind, times, weights, mesh_of):
     """The device moves whole rows of its own, and gathers those of the others."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.executions import EXECUTIONS, lift
+from support.executions import lift
 from support.few_bits import CODECS, SPARSE, decoded
 
 R = 4
@@ -76,7 +76,7 @@ def mean(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
     return np.tensordot(weight, x, 1) / total if total else np.zeros_like(x[0])
 
 
-@settings(max_examples=14)
+@settings(max_examples=5)
 @given(
     codec=st.sampled_from([*CODECS]),
     shard_state=st.booleans(),
@@ -99,7 +99,8 @@ def test_what_was_applied_and_what_is_remembered_is_what_was_displaced(
     displaced = {k: np.zeros(s) for k, s in SHAPES.items()}
     for t in range(1, 37):
         moves = tree(100 * seed + t, 1e-2, (R,))
-        weight = rng.integers(0, 3, R).astype(np.float32)
+        # Without any data nothing is displaced, and nothing is lost of what is remembered.
+        weight = (t not in (20, 23, 24)) * rng.integers(0, 3, R).astype(np.float32)
         before, starts = run.params, run.starts()
         run.step(moves, weight)
         for name, turn in turns.items():
@@ -137,8 +138,7 @@ def chunked(codec, flat):
     return means.reshape(-1)[:size], lost.reshape(R, -1)[:, :size]
 
 
-@pytest.mark.parametrize("kept", [True, False])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("codec", "kept"), [("int8", True), ("top_k", True), ("fp8", False)])
 def test_slow_momentum_against_numpy(codec, kept):
     """With a whole anchor, three slow steps; the buffer holds all leaves in their order."""
     tx = js.slowmo(
@@ -162,15 +162,15 @@ def test_slow_momentum_against_numpy(codec, kept):
             x = np.tile(anchor, (R, 1))
     found = np.concatenate([np.asarray(v).reshape(R, -1) for v in run.params.values()], axis=1)
     # Now and then two roundings of nearly equal numbers differ by one step of a code.
-    step = {"int4": 4e-3, "top_k": 2e-2, "bits2": 2e-2}.get(codec, 4e-4)
+    step = 2e-2 if codec == "top_k" else 4e-4
     apart = np.abs(found - x)
     assert apart.max() <= step
     assert np.mean(apart > 1e-6) < 0.01
     assert np.ptp(found, axis=0).max() < 1e-6
 
 
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_sharded_anchor_is_exact_and_replicas_follow_it(codec):
+@pytest.mark.parametrize(("codec", "off"), [("int8", 0.02), ("bits2", 0.6)])
+def test_a_sharded_anchor_is_exact_and_replicas_follow_it(codec, off):
     """Owners sum what was sent; what replicas have of the anchor is off by what one step loses."""
     options = {"sync_every": 2, "outer_optimizer": optax.sgd(0.7, momentum=0.9, nesterov=True)}
     runs = [
@@ -186,7 +186,6 @@ def test_a_sharded_anchor_is_exact_and_replicas_follow_it(codec):
         assert np.ptp(reference[name], axis=0).max() == 0
         np.testing.assert_allclose(params[name], reference[name], rtol=0, atol=1e-6)
         moved = np.abs(exact[name] - tree(0)[name]).mean()
-        off = {"top_k": 1.5, "bits2": 0.6, "int4": 0.1}.get(codec, 0.02)
         assert np.abs(np.float64(reference[name][0]) - exact[name]).mean() < off * moved
         assert np.abs(coded[name] - exact[name]).mean() < off * moved
     without = Run(js.diloco("replica", codec=CODECS[codec](error_feedback=False), **options,
@@ -197,94 +196,35 @@ def test_a_sharded_anchor_is_exact_and_replicas_follow_it(codec):
         np.testing.assert_allclose(without.params[name][0], kept, atol=1e-7)
 
 
-@pytest.mark.parametrize("codec", [c for c in CODECS if c not in SPARSE])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda c: js.local_sgd("replica", sync_every=1, codec=c),
-        lambda c: js.slowmo("replica", base=js.local_sgd("replica", sync_every=1), sync_every=1,
-                            learning_rate=0.1, codec=c),
-        lambda c: js.diloco("replica", sync_every=1, codec=c),
-        lambda c: js.diloco("replica", sync_every=1, shard_state=True, codec=c),
-    ],
-    ids=["local_sgd", "slowmo", "diloco", "diloco, sharded"],
-)  # fmt: skip
-def test_error_feedback_keeps_the_mean_that_rounding_loses(make, codec):
-    """Over 100 exchanges of replicas that go on in their directions."""
-    moves = tree(1, 1e-2, (R,))
-
-    def after(codec):
-        def run(x, move):
-            def one(carry, _):
-                x, state = carry
-                updates, state = tx.update(move, state, x)
-                return (optax.apply_updates(x, updates), state), None
-
-            tx = make(codec)
-            return jax.lax.scan(one, (x, tx.init(x)), None, 100)[0][0]
-
-        found = lift(run, {"replica": R}, "vmap", (False, False))(start(), moves)
-        return np.concatenate([np.float64(v).mean(0).reshape(-1) for v in found.values()])
-
-    exact = after(None)
-    kept, dropped = (
-        np.abs(after(CODECS[codec](error_feedback=x)) - exact).mean() for x in (True, False)
-    )
-    assert kept < dropped / 20
+INT8 = js.codecs.int8()
+SYNCS = {
+    "local_sgd": js.local_sgd("replica", sync_every=2, codec=INT8),
+    "sharded": js.diloco("replica", sync_every=2, shard_state=True, codec=INT8),
+}
 
 
-def make_all(codec):
-    options = {"sync_every": 2, "codec": codec}
-    return {
-        "local_sgd": js.local_sgd("replica", **options),
-        "whole": js.diloco("replica", shard_state=False, **options),
-        "sharded": js.diloco("replica", shard_state=True, **options),
-    }
+@pytest.mark.parametrize("kind", SYNCS)
+def test_bytes_in_the_compiled_program(kind):
+    """Beside those of a float32 all-reduce, for a model of a million parameters."""
+    mesh, tx = js.make_mesh({"replica": R}), SYNCS[kind]
+
+    def one(x):
+        own = jax.tree.map(lambda v: v[0], x)
+        moved = tx.update(own, tx.init(own), own, phase=tx.phase(2))[0]
+        return jax.tree.map(lambda v: v[None], moved)
+
+    spec = P("replica")
+    program = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec))
+    types = {"w": jax.ShapeDtypeStruct((R, 1000, 1001), jnp.float32)}
+    report = js.comm_report_of(program.lower(types), mesh=mesh)
+    emitted, compiled = (report.wire_bytes(level=x) for x in ("emitted", "compiled"))
+    assert {row.dtypes for row in report.rows} == {("uint8",)}
+    assert emitted == compiled <= 0.27 * 2 * (R - 1) / R * 4 * 1001 * 1000
 
 
-@pytest.mark.parametrize("replicas", [2, 4, 8])
-def test_bytes_in_the_compiled_program(replicas):
-    """Beside those of the exchange in float32, for a model of a million parameters."""
-    mesh = js.make_mesh({"replica": replicas})
-    types = {"w": jax.ShapeDtypeStruct((1000, 1001), jnp.float32)}
-    limits = {"int8": 0.27, "fp8": 0.27, "int4": 0.14, "bfloat16": 0.51, "float16": 0.51}
-
-    def sent(tx):
-        def run(x):
-            return tx.update(x, tx.init(x), x)[0]
-
-        def stacked(x):
-            return jax.tree.map(lambda v: v[None], run(jax.tree.map(lambda v: v[0], x)))
-
-        program = jax.jit(
-            jax.shard_map(stacked, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"))
-        )
-        of_all = jax.tree.map(lambda v: v.update(shape=(replicas, *v.shape)), types)
-        report = js.comm_report_of(program.lower(of_all), mesh=mesh)
-        counts = {x: report.wire_bytes(level=x) for x in ("emitted", "compiled")}
-        assert counts["emitted"] == counts["compiled"]
-        return report, counts["compiled"]
-
-    for name, limit in limits.items():
-        plain, coded = (
-            {k: every(v) for k, v in make_all(c).items()} for c in (None, CODECS[name]())
-        )
-        for kind, tx in coded.items():
-            report, wire = sent(tx)
-            assert {row.dtypes for row in report.rows} == {("uint8",)}, (name, kind)
-            assert wire <= limit * sent(plain[kind])[1], (name, kind)
-
-
-def every(tx):
-    """The transform in its update 2, which exchanges."""
-    phase = tx.phase(2)
-    return optax.GradientTransformation(tx.init, lambda u, s, p: tx.update(u, s, p, phase=phase))
-
-
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("kind", ["local_sgd", "whole", "sharded"])
+@pytest.mark.parametrize(("kind", "execution"), [("local_sgd", "pmap"), ("sharded", "shard_map")])
 def test_all_executions_agree(kind, execution):
-    runs = [Run(make_all(CODECS["int4"]())[kind], x) for x in ("vmap", execution)]
+    runs = [Run(SYNCS[kind], x) for x in ("vmap", execution)]
     for t in range(1, 7):
         for run in runs:
             run.step(tree(t, 1e-2, (R,)))
@@ -293,79 +233,20 @@ def test_all_executions_agree(kind, execution):
         np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
-def test_idle_replicas():
-    """The values of one do not count, whatever they are; without any, averages change nothing."""
-    tx = js.local_sgd("replica", sync_every=2, codec=CODECS["int8"]())
-    run = Run(tx)
-    run.step(tree(1, 1e-2, (R,)))
-    moves = tree(2, 1e-2, (R,))
-    moves["b"][3] = np.nan
-    before = run.params
-    run.step(moves, [1, 2, 0.5, 0])
-    y = np.float64(before["a"]) + moves["a"]
-    wanted = np.tensordot([1, 2, 0.5, 0], y, 1) / 3.5
-    np.testing.assert_allclose(run.params["a"], np.tile(wanted, (R, 1, 1)), atol=1e-3)
-    assert all(np.all(np.isfinite(v)) for v in jax.tree.leaves((run.params, run.state)))
-    run.step(tree(3, 1e-2, (R,)))
-    before, state, moves = run.params, run.state, tree(4, 0.0, (R,))
-    run.step(moves, np.zeros(R))
-    assert all(np.array_equal(run.params[k], before[k]) for k in SHAPES)
-    assert all(map(np.array_equal, jax.tree.leaves(state.local), jax.tree.leaves(run.state.local)))
-
-
-@pytest.mark.parametrize("options", [{}, {"shard_state": False}, {"delay": 1}])
-def test_a_slow_step_without_data_sends_nothing_of_what_is_kept(options):
-    codec = CODECS["int4"](error_feedback=True)
-    run = Run(js.diloco("replica", sync_every=2, outer_optimizer=SGD, codec=codec, **options))
-    for t in range(1, 4):
-        run.step(tree(t, 1e-2, (R,)))
-    before, residual = run.anchor(), run.residual()
-    if options.get("delay"):  # what is taken in update 3 has data
-        run.step(tree(4, 0.0, (R,)))
-        run.step(tree(5, 0.0, (R,)), np.zeros(R))
-        before, residual = run.anchor(), run.residual()
-    run.step(tree(6, 0.0, (R,)), np.zeros(R))
-    assert any(np.any(x) for x in residual.values())
-    for name in SHAPES:
-        np.testing.assert_array_equal(run.residual()[name], residual[name])
-        np.testing.assert_allclose(run.anchor()[name], before[name], atol=1e-7)
-
-
 def test_what_is_not_finite_is_forgotten():
-    for shard_state in (False, True):
-        run = Run(
-            js.diloco("replica", sync_every=1, shard_state=shard_state, codec=CODECS["int8"]())
-        )
-        run.step({k: np.full_like(v, np.nan) for k, v in tree(1, 1.0, (R,)).items()})
-        assert all(np.all(np.isfinite(v)) for v in jax.tree.leaves(run.sent.residual))
-
-
-def test_without_parameters():
-    tx = js.diloco("replica", sync_every=4, delay=1, codec=js.codecs.int8())
-    step = jax.vmap(lambda p, s: tx.update(p, s, p)[1], axis_name="replica", axis_size=R)
-    state = jax.vmap(tx.init, axis_name="replica", axis_size=R, in_axes=None)({})
-    for _ in range(4):
-        state = step({}, state)
-    assert np.all(state.count == 4)
-
-
-@pytest.mark.parametrize("name", ["int8", "top_k"])
-def test_parameters_themselves_are_not_sent_in_few_bits(name):
-    for make in (js.sgp, lambda axis, codec: js.hierarchical_local_sgd({axis: 2}, codec=codec)):
-        with pytest.raises(ValueError, match=r"`codec` must be None, js\.codecs\.bfloat16\(\) or"):
-            make("replica", codec=CODECS[name]())
+    run = Run(js.diloco("replica", sync_every=1, shard_state=True, codec=INT8))
+    run.step({k: np.full_like(v, np.nan) for k, v in tree(1, 1.0, (R,)).items()})
+    assert all(np.all(np.isfinite(v)) for v in jax.tree.leaves(run.sent.residual))
 
 
 def test_a_base_measures_from_where_a_slow_step_left_it():
     """Its averages and slow steps in the same and in other updates, with and without a codec."""
-    for often, slow in ((2, 4), (2, 6), (3, 6)):
-        found = []
-        for codec in (None, js.codecs.int8(), js.codecs.float16(error_feedback=True)):
-            base = js.local_sgd("replica", sync_every=often, codec=codec)
-            run = Run(js.slowmo("replica", base=base, sync_every=slow, momentum=0.7))
-            for t in range(1, 13):
-                run.step(tree(t, 1e-2, (R,)))
-            found.append(np.concatenate([np.ravel(v[0]) for v in run.params.values()]))
-        moved = np.abs(found[0] - np.concatenate([v.ravel() for v in tree(0).values()])).mean()
-        for other in found[1:]:
-            assert np.abs(other - found[0]).mean() < 0.02 * moved
+    found = []
+    for codec in (None, INT8):
+        base = js.local_sgd("replica", sync_every=2, codec=codec)
+        run = Run(js.slowmo("replica", base=base, sync_every=6, momentum=0.7))
+        for t in range(1, 13):
+            run.step(tree(t, 1e-2, (R,)))
+        found.append(np.concatenate([np.ravel(v[0]) for v in run.params.values()]))
+    moved = np.abs(found[0] - np.concatenate([v.ravel() for v in tree(0).values()])).mean()
+    assert np.abs(found[1] - found[0]).mean() < 0.02 * moved

@@ -6,7 +6,6 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,55 +131,3 @@ def test_every_recorded_case_gives_the_recorded_anchors():
         anchors = np.array(case["anchors"])[:, i]
         ours = row[recorded.SLOW_EVERY - 1 :: recorded.SLOW_EVERY][: len(anchors)]
         np.testing.assert_allclose(ours, anchors, rtol=1e-4, atol=1e-5, err_msg=case["name"])
-
-
-def test_the_gradient_with_respect_to_the_rate_of_the_optimizer():
-    """With a replica that is idle."""
-    base = js.local_sgd("replica", sync_every=1)
-    sync = js.slowmo("replica", base=base, sync_every=2, learning_rate="optimizer")
-
-    @jax.jit
-    def loss(rate):
-        def one(target, weight):
-            params = jnp.zeros(3)
-            state = sync.init(params)
-            for _ in range(4):
-                told = {"learning_rate": rate, "weight": weight}
-                updates, state = sync.update(-rate * (params - target), state, params, **told)
-                params = params + updates
-            return params
-
-        targets = jnp.array([[1.0, -2.0, 3.0], [0.5, 4.0, -1.0]])
-        return jnp.sum(jax.vmap(one, axis_name="replica")(targets, jnp.array([1.0, 0.0])) ** 2)
-
-    wanted = (loss(0.11) - loss(0.09)) / 0.02
-    assert abs(wanted) > 0.1
-    np.testing.assert_allclose(jax.jit(jax.grad(loss))(0.1), wanted, rtol=2e-3)
-
-
-def test_numpy_scalars_as_arguments_keep_dtypes():
-    """Values from a NumPy sweep are not weakly typed, so under x64 they would widen the state."""
-    half = np.float64(0.5)
-    with jax.enable_x64(True):
-        tx = js.slow_momentum(half, half)
-        state = tx.init(jnp.ones(3, jnp.float32))
-        step, after = tx.update(jnp.ones(3, jnp.float32), state, learning_rate=half)
-        assert {x.dtype for x in jax.tree.leaves((step, after))} == {np.dtype(np.float32)}
-
-
-def test_a_slow_step_without_an_exchange_leaves_other_arrays():
-    """The base averages them in its own updates, the slow step in between does not."""
-    with pytest.warns(UserWarning, match="multiple"):
-        tx = js.slowmo(
-            "replica", base=js.local_sgd("replica", sync_every=3), sync_every=4, exact_average=False
-        )
-
-    def one(x):
-        state, zero, seen = tx.init(x), jnp.zeros_like(x), []
-        for _ in range(4):
-            _, (other,), state, _ = tx.exchange(zero, [x * len(seen)], state, x)
-            seen.append(other)
-        return jnp.stack(seen)
-
-    seen = jax.vmap(one, axis_name="replica")(jnp.asarray([1.0, 3.0]))
-    assert seen.tolist() == [[0, 1, 4, 3], [0, 3, 4, 9]]

@@ -36,7 +36,7 @@ def run(name):
     return params, state
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", [*TRANSFORMS][1::4])
 def test_a_loop_is_the_same_under_checks(name):
     expected = run(name)
     with checks():

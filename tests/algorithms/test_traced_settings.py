@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from support.exhaustive import sweep
 
 REPLICAS, STEPS, SEEDS = 4, 10, 2
 SETTINGS = {"rate": [0.1, 0.02, 0.1], "momentum": [0.0, 0.4, 0.6], "outer": [1.0, 0.7, 0.5]}
@@ -45,28 +44,15 @@ def diloco(s, **options):
 
 
 SYNCS = {
-    "sgp, late": lambda s: js.sgp("replica", overlap=2),
-    "slowmo": lambda s: slowmo(s, js.local_sgd("replica", sync_every=3), sync_every=6),
     "slowmo, not exact": lambda s: slowmo(s, js.sgp("replica"), sync_every=4, exact_average=False),
-    "local_sgd, only finite, in 16 bits": lambda s: js.only_finite(
-        js.local_sgd("replica", sync_every=3, codec=js.codecs.float16())
-    ),
-    "diloco, in 8 bits": lambda s: diloco(s, sync_every=4, codec=js.codecs.int8()),
     "diloco, spread": lambda s: diloco(
         s, sync_every=6, fragments=lambda name: int(name == "w"), delay=2, merge=0.5
     ),
 }
 
 
-# Most of the others have no hyperparameters that are settings.
-USUAL = {"slowmo, not exact", "diloco, spread"}
-
-
 def chain_of(name):
     def make(s):
-        if name == "all_reduce":
-            adam = optax.adam(s["rate"], b1=s["momentum"])
-            return js.chain(js.all_reduce_gradients("replica"), adam)
         return js.chain(optax.sgd(s["rate"], momentum=0.9), SYNCS[name](s))
 
     return make
@@ -86,8 +72,7 @@ def one_run(make, setting, params, batches):
     replicas = over_replicas(lambda params: (params, tx.init(params)), in_axes=None)(params)
     (params, state), losses = jax.lax.scan(over_replicas(update), replicas, batches)
     sync = tx.parts[-1]
-    shares = sync.shares(state[-1]) if isinstance(sync, js.ParameterTransform) else None
-    return js.consensus(params, mesh=mesh, shares=shares), losses.mean(1)
+    return js.consensus(params, mesh=mesh, shares=sync.shares(state[-1])), losses.mean(1)
 
 
 def trained(transform, seed):
@@ -101,8 +86,7 @@ def trained(transform, seed):
     return step.consensus(state), np.array(losses)
 
 
-@pytest.mark.filterwarnings("ignore:.*no multiple", "ignore:slowmo without")
-@pytest.mark.parametrize("name", sweep(["all_reduce", *SYNCS], lambda name: name in USUAL))
+@pytest.mark.parametrize("name", SYNCS)
 def test_each_run_of_many_equals_a_training_step_of_its_setting(name):
     """Hyperparameters may be traced, with other values in each run of one program."""
     settings = jax.tree.map(jnp.asarray, SETTINGS, is_leaf=lambda x: isinstance(x, list))

@@ -1,7 +1,5 @@
 """`weight` in every algorithm: weighted means, and replicas without data that follow."""
 
-import functools
-
 import jax
 import numpy as np
 import optax
@@ -28,6 +26,7 @@ def slow(**options):
 
 LOCAL = js.local_sgd("replica", sync_every=1)
 AVERAGES = {
+    "sparta": js.sparta("replica", share=1.0),
     "local_sgd": LOCAL,
     "hierarchical_local_sgd": js.hierarchical_local_sgd({"replica": 1}),
     "slowmo": slow(base=LOCAL),
@@ -47,33 +46,13 @@ def one_update(params, updates, weight):
     return out
 
 
-@functools.cache
-def program(execution):
-    return lift(one_update, {"replica": REPLICAS}, execution, (False,) * 3)
+PROGRAM = lift(one_update, {"replica": REPLICAS}, "vmap", (False,) * 3)
 
 
 def close(found, wanted, tolerance=2e-6):
     np.testing.assert_allclose(
         np.asarray(found, np.float64), wanted, rtol=tolerance, atol=tolerance
     )
-
-
-def check(execution, weight):
-    weight = np.asarray(weight, np.float32)
-    params = {k: np.stack([v] * REPLICAS) for k, v in START.items()}
-    alive, total = weight > 0, weight.astype(np.float64).sum()
-    given_updates = {k: u.copy() for k, u in UPDATES.items()}
-    for u in given_updates.values():
-        u[~alive] = np.nan  # what a replica without data computes is never looked at
-    out = jax.tree.map(np.asarray, program(execution)(params, given_updates, weight))
-    for k, u in UPDATES.items():
-        own = np.where(alive.reshape(-1, *[1] * (u.ndim - 1)), u, 0)
-        share = weight / total if total else weight
-        mean = np.tensordot(share, own, 1)
-        for name in AVERAGES:
-            close(out[name][k], np.broadcast_to(START[k] + mean, u.shape))
-        y = params[k] + own
-        close(out["sgp"][k], (y + np.roll(y, 1, 0)) / 2)  # peers of one ring direction
 
 
 weights = st.floats(0.125, 4096, width=32) | st.just(0.0)
@@ -83,8 +62,18 @@ weights = st.floats(0.125, 4096, width=32) | st.just(0.0)
 @example([0.0] * REPLICAS)
 @example([3.0] * REPLICAS)
 def test_weighted_means(weight):
-    check("vmap", weight)
-
-
-def test_on_devices():
-    check("shard_map", [3.0, 0.0, 1.0, 0.5])
+    weight = np.asarray(weight, np.float32)
+    params = {k: np.stack([v] * REPLICAS) for k, v in START.items()}
+    alive, total = weight > 0, weight.astype(np.float64).sum()
+    given_updates = {k: u.copy() for k, u in UPDATES.items()}
+    for u in given_updates.values():
+        u[~alive] = np.nan  # what a replica without data computes is never looked at
+    out = jax.tree.map(np.asarray, PROGRAM(params, given_updates, weight))
+    for k, u in UPDATES.items():
+        own = np.where(alive.reshape(-1, *[1] * (u.ndim - 1)), u, 0)
+        share = weight / total if total else weight
+        mean = np.tensordot(share, own, 1)
+        for name in AVERAGES:
+            close(out[name][k], np.broadcast_to(START[k] + mean, u.shape))
+        y = params[k] + own
+        close(out["sgp"][k], (y + np.roll(y, 1, 0)) / 2)  # peers of one ring direction

@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 from jaxslowmo.collectives import _means, async_mean
 
 
-@pytest.mark.parametrize(("replicas", "size"), [(3, 7), (8, 64)])
-def test_the_mean_by_permutes_is_the_mean_and_equal_on_all_replicas(replicas, size):
-    x = np.random.default_rng(0).normal(size=(replicas, size)).astype(np.float32)
+def test_the_mean_by_permutes_is_the_mean_and_equal_on_all_replicas():
+    x = np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32)
     by_permutes = functools.partial(_means._by_permutes, axis_name="replica")
     result = np.asarray(jax.jit(jax.vmap(by_permutes, axis_name="replica"))(x))
     np.testing.assert_allclose(result[0], x.mean(0), rtol=1e-6, atol=1e-7)

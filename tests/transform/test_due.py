@@ -1,18 +1,14 @@
 """Schedules against their definition, on the host and in programs; conditionals that exchange."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.transform import as_schedule
-from jaxslowmo.transform._due import prevent_fusion, run_if, run_one_of, unseen_zero
+from jaxslowmo.transform._due import prevent_fusion, unseen_zero
 
 COUNTS = range(1, 100)
 INT32 = np.iinfo(np.int32)
@@ -42,7 +38,7 @@ def defined(schedule: js.spec.Every, t: int) -> bool:
     return (t - schedule.start - schedule.offset) % schedule.k == 0
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(schedules)
 def test_due_as_defined_on_the_host_and_in_programs(schedule):
     expected = [defined(schedule, t) for t in COUNTS]
@@ -56,7 +52,7 @@ def test_due_as_defined_on_the_host_and_in_programs(schedule):
     assert schedule.is_plain == (multiples and not schedule.start and schedule.before == "none")
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(int32s, huge_ones, st.data())
 def test_arrays_agree_with_ints_whatever_their_size(t, schedule, data):
     """Instants that no array reaches included: the counter stays at the largest int32."""
@@ -81,52 +77,7 @@ def test_a_period_beyond_the_counter_is_never_due(k):
     assert (updates.tolist(), state.count.tolist()) == ([0, 0], [INT32.max] * 2)
 
 
-def test_an_int_is_a_plain_schedule_and_schedules_are_values():
-    assert as_schedule(np.int64(3)) == js.every(3) == js.spec.Every(3, 0, 0, "none")
-    assert len({js.every(3), js.every(3), js.every(3, before="all")}) == 2
-
-
-@given(schedules, schedules, st.booleans())
-def test_phases_are_what_is_due(own, slow, exact):
-    with warnings.catch_warnings():  # any pair of periods is fine here
-        warnings.filterwarnings("ignore", message=".*not a multiple")
-        base = js.local_sgd("replica", sync_every=own)
-        tx = js.slowmo("replica", base=base, sync_every=slow, exact_average=exact)
-    for t in range(1, 60):
-        # An exact average replaces the base's own exchange.
-        average = defined(own, t) and not (exact and defined(slow, t))
-        assert tx.phase(t) == ("average",) * average + ("slow",) * defined(slow, t)
-        assert bool(tx.due(t)) == bool(tx.phase(t))
-    assert tx.phases() == list(dict.fromkeys(tx.phase(t) for t in range(1, 300)))
-
-
-@pytest.mark.parametrize("execution", ["vmap", "shard_map"])
-@pytest.mark.parametrize("due", [False, True])
-def test_every_branch_runs_once(execution, due, mesh_of):
-    """As Python, however deep it stands: a mean of a mean, each where due."""
-    ran, axes = [], ("replica",)
-
-    def mean(x):
-        ran.append("mean")
-        return jax.lax.pmean(x, "replica")
-
-    def one(x, due):
-        def outer(x):
-            ran.append("outer")
-            return 2 * run_if(due, mean, lambda x: x, x, axes=axes)
-
-        return run_one_of(due.astype(jnp.int32), [lambda x: x, outer], x, axes=axes)
-
-    mapped = jax.vmap(one, axis_name="replica", in_axes=(0, None))
-    if execution == "shard_map":
-        specs = {"in_specs": (P("replica"), P()), "out_specs": P("replica")}
-        mapped = jax.shard_map(one, mesh=mesh_of({"replica": 4}), **specs)
-    found = jax.jit(mapped)(jnp.arange(4.0), jnp.array(due))
-    assert found.tolist() == ([3.0] * 4 if due else [0, 1, 2, 3])
-    assert sorted(ran) == ["mean", "outer"]
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, jnp.int8])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int8])
 def test_what_stands_for_zero_is_zero_whatever_the_value(dtype):
     """Of each sign, or the compiler's unseen predicate would choose the branch of zeros."""
     for value in (0, 1, -1, 100, -100):

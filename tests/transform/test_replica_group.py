@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,10 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.collectives import _means
-from jaxslowmo.transform import _replica_group, split_dimension
+from jaxslowmo.transform import split_dimension
 from jaxslowmo.tree import noted_buffers
-from support.executions import EXECUTIONS, lift
+from support.executions import lift
 from support.limits import TAKES_EMPTY_ARRAYS
 
 REPLICAS = 4
@@ -42,15 +40,6 @@ def test_a_leaf_is_cut_along_a_dimension_that_divides(shape, parts, data):
         fits = []
     best = [d for d in fits if inner[d] == 1] or fits
     assert found == (best[0] if best else None)
-
-
-def test_dimensions_by_hand():
-    assert [split_dimension(s, 4) for s in ((8, 3), (3, 8), (3,), ())] == [0, 1, None, None]
-    assert split_dimension((8, 8), 4, (2, 1)) == 1
-    assert split_dimension((8, 3), 4, (2, 1)) == 0
-    assert split_dimension((6, 3), 3, (2, 1)) == 1
-    assert split_dimension((4, 3), 4, (2, 1)) is None
-    assert split_dimension((8, 8), 4, without=0) == 1
 
 
 def trips(group):
@@ -85,23 +74,23 @@ def check(found, of_first=range(2)):
         np.testing.assert_allclose(found["own"]["cut"][replica], MEANS["cut"][rows], atol=1e-6)
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("bucket_bytes", [None, 40])
+@pytest.mark.parametrize(
+    ("execution", "bucket_bytes"), [("vmap", None), ("pmap", None), ("shard_map", 40)]
+)
 def test_blocks_of_the_mean(execution, bucket_bytes):
     group = js.spec.ReplicaGroup("replica", bucket_bytes=bucket_bytes)
     check(lift(trips(group), {"replica": REPLICAS}, execution, (False,))(STACKED))
 
 
-@pytest.mark.parametrize("execution", ["vmap", "shard_map_unchecked"])
-def test_devices_of_a_replica_share_the_work(execution):
+def test_devices_of_a_replica_share_the_work():
     group = js.spec.ReplicaGroup("replica", "device")
     axes = {"replica": REPLICAS, "device": 2}
-    check(lift(trips(group), axes, execution, (False,))(STACKED))
+    check(lift(trips(group), axes, "shard_map_unchecked", (False,))(STACKED))
 
 
-@pytest.mark.parametrize("axes", [{"replica": 4}, {"row": 2, "column": 2}])
-def test_large_leaves_are_scattered_as_they_lie(axes, mesh_of):
+def test_large_leaves_are_scattered_as_they_lie(mesh_of):
     """Each in a collective of its own; small ones, and those of scattered blocks, share one."""
+    axes = {"row": 2, "column": 2}
     names = tuple(axes)
     shapes = {
         "first": (1024, 256),
@@ -130,31 +119,6 @@ def test_large_leaves_are_scattered_as_they_lie(axes, mesh_of):
     rows = js.comm_report(fn, tree).select(level="emitted")
     scattered = [row for row in rows if row.collective == "reduce-scatter"]
     assert sum(row.count for row in scattered) == 4 * len(axes)
-
-
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("codec", [None, js.codecs.float16()])
-def test_means_of_large_leaves_are_those_of_packed_ones(monkeypatch, execution, codec):
-    """To the bit, however many rows there are, and whatever replicas weigh."""
-    shapes = [(63,), (64, 2), (65, 1), (130, 3), (1, 90), (2, 90), (3,), ()]
-    rng = np.random.default_rng(1)
-    tree = [rng.normal(size=(REPLICAS, *s)).astype(np.float32) for s in shapes]
-    tree.append(rng.normal(size=(REPLICAS, 129)).astype(jnp.bfloat16))
-    group = js.spec.ReplicaGroup("replica", codec=codec)
-    weights = [np.full(REPLICAS, w, np.float32) for w in (1, 0)]
-    weights.append(np.array([2, 0, 1, 0.5], np.float32))
-
-    def means(tree, *weights):
-        return [group.mean(tree), *(group.mean(tree, w) for w in weights)]
-
-    def found():
-        split = (False,) * (1 + len(weights))
-        return lift(means, {"replica": REPLICAS}, execution, split)(tree, *weights)
-
-    packed = found()
-    monkeypatch.setattr(_replica_group, "LARGE_BYTES", 200)
-    monkeypatch.setattr(_means, "_LARGE", 200)
-    jax.tree.map(np.testing.assert_array_equal, found(), packed)
 
 
 def test_what_large_leaves_are_sent_in(mesh_of):
@@ -193,85 +157,3 @@ def test_what_large_leaves_are_sent_in(mesh_of):
     }
     memory = fn.lower(jax.ShapeDtypeStruct((), bool), types).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 3 * sizes["large"]
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-def test_leaves_that_are_sharded_inside_a_replica_keep_their_layout(explicit, mesh_of):
-    """They are cut along other dimensions first; without specs, if types do not tell, never."""
-    mesh = mesh_of({"replica": REPLICAS, "model": 2}, explicit=explicit)
-    specs = {"across": P(None, "model"), "along": P("model")}
-    shapes = {"across": (8, 6), "along": (8, 3)}
-    values = {n: RNG.normal(size=(REPLICAS, *s)).astype(np.float32) for n, s in shapes.items()}
-    lies = {name: NamedSharding(mesh, P("replica", *spec)) for name, spec in specs.items()}
-    placed = jax.device_put(values, lies)
-
-    def found(group):
-        def one(tree):
-            out = trips(group)(jax.tree.map(lambda x: jax.lax.squeeze(x, (0,)), tree))
-            return jax.tree.map(lambda x: x[None], out)
-
-        spec = P("replica")
-        return jax.jit(
-            jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"replica"})
-        )(placed)
-
-    ways = found(js.spec.ReplicaGroup("replica", param_specs=specs))
-    assert ways["blocks"]["across"].shape == (REPLICAS, 2, 6)
-    assert ways["blocks"]["along"].shape == (REPLICAS, 2, 3)
-    for name, x in values.items():
-        for kind in ("mean", "gathered", "back"):
-            np.testing.assert_allclose(np.asarray(ways[kind][name])[1], x.mean(0), atol=1e-6)
-        for kind in ("mean", "blocks"):
-            assert ways[kind][name].sharding.is_equivalent_to(lies[name], 3)
-    blocks, mean = (np.asarray(ways[kind]["across"]) for kind in ("blocks", "mean"))
-    np.testing.assert_allclose(blocks.reshape(8, 6), mean[0], atol=1e-6)
-    unknown = found(js.spec.ReplicaGroup("replica"))
-    assert unknown["blocks"]["across"].shape == (REPLICAS, 2 if explicit else 8, 6)
-    for kind in ("mean", "back"):
-        np.testing.assert_allclose(unknown[kind]["across"], ways[kind]["across"], atol=1e-6)
-
-
-def test_in_a_codec_what_is_lost_is_what_was_not_sent():
-    group = js.spec.ReplicaGroup("replica", codec=js.codecs.int8())
-    program = lift(group.mean_scatter_in_codec, {"replica": REPLICAS}, "vmap", (False,))
-    blocks, lost = program(STACKED)
-    for name in ("cut", "last"):
-        axis = 1 + SHAPES[name].index(max(SHAPES[name]))
-        found = np.concatenate([np.asarray(x) for x in blocks[name]], axis=axis - 1)
-        sent = np.float64(STACKED[name]) - np.float64(lost[name])
-        np.testing.assert_allclose(found, sent.mean(0), atol=1e-6)
-        assert 0 < np.abs(lost[name]).max() < 0.05
-    np.testing.assert_allclose(blocks["whole"][0], MEANS["whole"], atol=1e-6)
-    assert not np.any(lost["whole"])
-
-
-def test_a_dimension_of_layers_is_never_cut():
-    group = js.spec.ReplicaGroup("replica", without=(lambda name: name == "cut", 0))
-    found = lift(lambda tree: group.block(tree), {"replica": REPLICAS}, "vmap", (False,))(STACKED)
-    assert {name: x.shape[1:] for name, x in found.items()} == BLOCKS | {"cut": (8, 3)}
-
-
-def test_replicas_agree_where_all_do():
-    group = js.spec.ReplicaGroup("replica")
-    agree = jax.vmap(group.agree, axis_name="replica")
-    assert agree(jnp.array([True, True])).tolist() == [True, True]
-    assert agree(jnp.array([True, False])).tolist() == [False, False]
-
-
-def test_sums_and_messages_of_trees():
-    """A replica that none sends to receives zeros."""
-    group = js.spec.ReplicaGroup("replica", bucket_bytes=8)
-    tree = {"a": np.arange(12.0, dtype=np.float32).reshape(3, 4), "b": np.ones((3, 2), "bfloat16")}
-    over = lambda fn: jax.vmap(fn, axis_name="replica")(tree)  # noqa: E731
-    for name, x in over(group.sum).items():
-        np.testing.assert_array_equal(x, np.broadcast_to(tree[name].sum(0), x.shape))
-    sent = over(lambda x: group.permute(x, [(0, 2), (2, 1)]))
-    for name, x in sent.items():
-        assert x.dtype == tree[name].dtype
-        np.testing.assert_array_equal(x[1:], tree[name][np.array([2, 0])])
-        assert not np.any(x[0])
-
-
-def test_layout_of_a_group():
-    group = js.spec.ReplicaGroup(("a", "b"), "device", codec=js.codecs.int8())
-    assert group.with_layout(None, P("x")).with_layout(None, P("y")).param_specs == P("x")

@@ -16,11 +16,6 @@ SLOW = js.slowmo("replica", base=AVERAGE, sync_every=4)
 WHOLE = js.slowmo("replica", base=AVERAGE, sync_every=4, shard_state=False)
 
 
-def transform_of_ones_own() -> js.ParameterTransform:
-    """A parameter transform of one's own, which exchanges nothing."""
-    return js.ParameterTransform(js.Algorithm(owner="own"), "replica")
-
-
 def step_of(optimizer, replicas=2, **options):
     mesh = js.virtual_mesh({"replica": replicas})
     return js.make_train_step(lambda p, b: (p["w"] * b).sum(), optimizer, mesh=mesh, **options)
@@ -32,16 +27,9 @@ SGD, BOTH = optax.sgd(0.1), {"b": True, "w": True}
 WRONG_CHAIN, RIGHT_CHAIN = optax.chain(AVERAGE, SGD), optax.chain(SGD, AVERAGE)
 FIRST = r"\[0\], ExchangeState, stands \[1\]\[0\]"
 WRONG = {
-    "chain": (WRONG_CHAIN, FIRST),
     "nested": (optax.chain(RIGHT_CHAIN, SGD), r"\[0\]\[1\].*\[1\]\[0\]"),
-    "named": (optax.named_chain(("z", AVERAGE), ("a", SGD)), r"\['z'\].*stands \['a'\]"),
     "masked": (optax.chain(SGD, optax.masked(WRONG_CHAIN, BOTH)), FIRST),
     "partition": (optax.partition({0: WRONG_CHAIN, 1: SGD}, {"b": 0, "w": 1}), FIRST),
-    "slowmo": (
-        optax.chain(SLOW, optax.clip(1.0)),
-        r"\[0\], ExchangeState, stands \[1\], EmptyState",
-    ),
-    "one's own": (optax.chain(transform_of_ones_own(), SGD), r"\[0\], ExchangeState, stands"),
 }
 
 
@@ -64,14 +52,6 @@ def test_chains_in_order_are_taken():
 
 
 # Whose state this is
-
-
-def test_a_transform_of_ones_own_is_refused_as_ours_are():
-    """Inside of `optimizer`, host-scheduled, by the class of its state."""
-    own = transform_of_ones_own()
-    for optimizer in (optax.chain(SGD, own), optax.chain(SGD, optax.masked(own, BOTH))):
-        with pytest.raises(ValueError, match=r'`mode`="host".*`optimizer`'):
-            step_of(optimizer, sync=AVERAGE, mode="host").init(PARAMS)
 
 
 def test_who_moves_is_said_by_the_class_of_the_state():

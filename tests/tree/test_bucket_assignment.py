@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,12 +18,11 @@ def leaf(tensor: dict) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(tensor["shape"]), jnp.dtype(tensor["dtype"]))
 
 
-@pytest.mark.parametrize("part", range(7))
-def test_equal_to_torch(part):
+def test_equal_to_torch():
     """On every recorded case; the last ones of a list may stand in any order there."""
     assert len(CASES) == 154
     assert any(case["unordered_tail"] for case in CASES)
-    for number, case in enumerate(CASES[part::7]):
+    for number, case in enumerate(CASES):
         # float64 and int64 leaves keep their size here: nothing becomes a jax array.
         buckets, limits = js.assign_buckets(
             [leaf(t) for t in case["tensors"]],
@@ -66,17 +64,6 @@ def test_splits_cover_every_leaf_once(found, limits):
     assert ends == [n for n, _ in found]
     if all(leaf.size * leaf.dtype.itemsize <= min(limits) for leaf in leaves):
         assert [[p.label for p in bucket] for bucket in split] == whole
-
-
-def test_a_huge_leaf_fills_its_buckets():
-    leaves = [np.zeros(100, np.float32), np.zeros(5000, np.float32), np.zeros(10, np.float32)]
-    buckets, limits = js.assign_buckets(leaves, (4096, 8192), split_large=True)
-    assert limits == [4096, 8192, 8192]
-    assert buckets == [
-        [(0, 0, 100), (1, 0, 1024)],
-        [(1, 1024, 3072)],
-        [(1, 3072, 5000), (2, 0, 10)],
-    ]
 
 
 def merged_one_by_one(buckets, sizes, kinds, most):

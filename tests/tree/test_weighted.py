@@ -3,10 +3,8 @@
 import functools
 import operator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,44 +64,3 @@ def test_as_numpy(case):
         np.testing.assert_allclose(mean, np.full(mean.shape, expected), rtol=1e-6, atol=3e-5)
         if not whole:
             assert not np.any(mean)
-
-
-def test_weights_along_leading_dimensions_are_those_of_each_row():
-    source = np.random.default_rng(0)
-    values = {"a": source.normal(size=(3, 2)).astype(np.float32), "b": np.float32([1, np.nan, 3])}
-    weight = np.float32([2, 0, 5])
-    rows = [
-        WeightedSum.from_value(
-            jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), values), jnp.asarray(weight[i])
-        )
-        for i in range(3)
-    ]
-    found = WeightedSum.from_value(jax.tree.map(jnp.asarray, values), jnp.asarray(weight))
-    wanted = jax.tree.map(lambda *x: np.stack(x), *rows)
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    means = jax.tree.map(lambda *x: np.stack(x), *(row.mean for row in rows))
-    jax.tree.map(np.testing.assert_array_equal, found.mean, means)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_it_is_a_carry_of_a_loop(dtype):
-    """Ones in half precision, one after the other, would stop adding at 2048 or 256."""
-    ones = jnp.ones([3000, 2], dtype)
-    zeros = jax.tree.map(
-        lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(WeightedSum.from_value, ones[0])
-    )
-    total, _ = jax.lax.scan(lambda total, x: (total + WeightedSum.from_value(x), None), zeros, ones)
-    assert total.sum.tolist() == [3000, 3000]
-    assert total.weight == 3000
-    assert total.mean.tolist() == [1, 1]
-
-
-def test_float64_stays():
-    with jax.enable_x64(True):
-        third = jnp.asarray([1 / 3], jnp.float64)
-        mean = (
-            WeightedSum.from_value(third, jnp.float32(3))
-            + WeightedSum.from_value(third, jnp.float32(4))
-        ).mean
-        assert mean.dtype == jnp.float64
-        np.testing.assert_allclose(mean, [1 / 3], rtol=1e-15)

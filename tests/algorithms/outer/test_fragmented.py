@@ -104,7 +104,7 @@ def drawn(seed, size=12):
 
 
 @pytest.mark.filterwarnings("ignore:slowmo without a `base`")
-@settings(max_examples=10)
+@settings(max_examples=5)
 @example("slowmo, rate", "local_sgd", 2, 2, 0.0, False, None, None, False, 0)
 @example("slowmo", ("push-sum", 2), 3, 3, 0.5, True, True, [1, 0, 2.5, 3], True, 1)
 @given(
@@ -143,9 +143,9 @@ def test_equals_the_oracle(
         )
 
 
-@pytest.mark.parametrize("delay", [0, 11])
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("shard_state", [True, False])
+@pytest.mark.parametrize(
+    ("interleaved", "shard_state", "delay"), [(True, True, 11), (False, False, 0)]
+)
 def test_layers_take_turns(interleaved, shard_state, delay):
     """Slices of a stacked leaf, as if they were leaves; its anchor is not cut along the layers."""
 
@@ -179,9 +179,7 @@ def test_layers_that_cannot_be_cut():
     params = {"head": jnp.ones(2), "layers": jnp.ones((2, 4)), "odd": jnp.ones((2, 3))}
     for where, said in (
         (lambda name: name in ("layers", "odd"), r"odd \[2, 3\]"),
-        (lambda name: name == "head", r"head \[2\]"),
         (lambda name: False, "0 of 3 leaves"),
-        (lambda name: True, "`fragments`"),
     ):
         tx = js.local_sgd("replica", sync_every=12, fragments=js.layers(3, where=where))
         with pytest.raises(ValueError, match=said):
@@ -191,26 +189,19 @@ def test_layers_that_cannot_be_cut():
 # Replicas without data, skipped exchanges, stages
 
 
-@pytest.mark.parametrize("skipped", [4, 6])
-def test_a_displacement_that_has_not_travelled_whole_is_dropped(skipped):
+def test_a_displacement_that_has_not_travelled_whole_is_dropped():
     """Fragment 0 is taken in update 4, travels in 5 and 6: without one of these no slow step."""
     base = js.local_sgd("replica", sync_every=4)
     tx = js.slowmo("replica", base=base, sync_every=PERIOD, fragments=2, delay=2)
     start, updates = drawn(2)
-    anchors = [
-        state.shared["anchor"] for _, state in run(tx, start, updates[:PERIOD], skipped=skipped)
-    ]
+    anchors = [state.shared["anchor"] for _, state in run(tx, start, updates[:PERIOD], skipped=6)]
     changed = {name: bool(np.any(anchors[0][name] != anchors[-1][name])) for name in SIZES}
     assert changed == {"a": False, "b": False, "c": True, "d": True}
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "base", "shard_state"),
-    [("slowmo", ("push-sum", 2), False)],
-)
-def test_stages_are_cut_alike(algorithm, base, shard_state):
+def test_stages_are_cut_alike():
     """Half of each stage's buffer is as a leaf of its own."""
-    options = {"fragments": 2, "delay": 3, "merge": 0.25, "shard_state": shard_state}
+    options = {"fragments": 2, "delay": 3, "merge": 0.25, "shard_state": False}
     start, updates = drawn(6)
     ends = {}
     for form in ("stages", "leaves"):
@@ -221,7 +212,7 @@ def test_stages_are_cut_alike(algorithm, base, shard_state):
                 return Staged({"float32": x}, "no layout of a model")
             return {"first": x[..., :3], "second": x[..., 3:]}
 
-        tx = transform(algorithm, bases(base)[0], **options)
+        tx = transform("slowmo", bases(("push-sum", 2))[0], **options)
         params = formed(np.broadcast_to(start, (REPLICAS, 12)))
         state = jax.vmap(tx.init, axis_name="replica")(params)
         update = jax.jit(jax.vmap(tx.update, axis_name="replica"))

@@ -50,7 +50,7 @@ def test_the_excess_of_large_numbers_stays_and_what_is_not_finite_travels(name, 
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("divisor", "factor"), [(3, None), (300, None), (1, 0.3), (5, 7.1)])
+@pytest.mark.parametrize(("divisor", "factor"), [(300, None), (5, 7.1)])
 def test_parts_and_residual_make_the_number(name, divisor, factor):
     x = np.random.default_rng(1).normal(size=3000).astype(np.float32) * 100
     codec = CODECS[name](error_feedback=True)
@@ -76,25 +76,3 @@ def test_sums_of_the_largest_numbers_stay_finite():
     for count in (3, 7, 100):
         part = np.asarray(encode(js.codecs.float16(), np.float32([3e38]), count)[0])
         assert np.isfinite(np.cumsum([part[0]] * count, dtype=np.float16)[-1])
-
-
-def test_float64_keeps_its_residual():
-    with jax.enable_x64(True):
-        x = np.float64([1 + 2.0**-40, -3.3])
-        part, residual = js.codecs.bfloat16(error_feedback=True).part(jnp.asarray(x))
-        assert residual.dtype == jnp.float64
-        np.testing.assert_array_equal(np.asarray(residual) + np.float64(part), x)
-
-
-def test_codecs_are_values():
-    """Equal for equal arguments, shown as they are written; they narrow what is wider alone."""
-    codec = js.codecs.bfloat16()
-    narrowed = [codec.narrows(jnp.dtype(d)) for d in ("float64", "float32", "float16", "bfloat16")]
-    assert narrowed == [True, True, False, False]
-    made = {
-        c(error_feedback=kept) for _ in range(2) for c in CODECS.values() for kept in (True, False)
-    }
-    assert len(made) == 4
-    assert codec == js.codecs.bfloat16(error_feedback=False)
-    assert repr(js.codecs.float16(error_feedback=True)) == "js.codecs.float16(error_feedback=True)"
-    assert eval(repr(codec)) == codec

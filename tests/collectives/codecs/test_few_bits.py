@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxslowmo as js
 from support.few_bits import CODECS, decoded
 
 SIZES = (1, 2, 63, 64, 65, 1000, 4097)
@@ -36,13 +35,6 @@ def test_against_numpy(name):
             np.testing.assert_allclose(values, [decoded(name, row) for row in x], rtol=2e-6, atol=0)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
-def test_a_block_that_is_larger_than_a_row_is_the_row(name):
-    make, x = getattr(js.codecs, name), rows(1001)
-    sent, of_row = (jax.jit(make(block=n).encode)(x) for n in (10**12, 1001))
-    np.testing.assert_array_equal(sent, of_row)
-
-
 @pytest.mark.parametrize("name", CODECS)
 def test_bytes(name):
     """Of a long row, beside 4 of each float32; padding is less than 1 KiB."""
@@ -69,31 +61,6 @@ def test_what_is_not_finite_does_not_pass_for_a_number(name):
         assert not np.isfinite(both(x)[0, 7])
     huge = np.float32([[3e38, -3e38, 1e38]])
     assert np.all(np.isfinite(codec.decode(codec.encode(huge), 3)))
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_its_expression_makes_it(name):
-    codec = CODECS[name]()
-    assert eval(repr(codec), {"js": js}) == codec
-    assert eval(repr(codec), {"js": js}) != CODECS[name](error_feedback=False)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: js.codecs.int8(0), "codecs.int8: `block` must be an int >= 1, got 0"),
-        (lambda: js.codecs.int4(block=2.5), "codecs.int4: `block`"),
-        (lambda: js.codecs.fp8("e3m4"), "`format`"),
-        (lambda: js.codecs.int8(error_feedback=1), "`error_feedback` must be True or False"),
-        (lambda: js.codecs.top_k(0), r"`fraction` must be a number in \(0, 1\], got 0"),
-        (lambda: js.codecs.top_k(True), r"`fraction` must be a number in \(0, 1\], got True"),
-        (lambda: js.codecs.top_k(0.1, chunk=0), "`chunk` must be an int >= 1, got 0"),
-        (lambda: js.codecs.top_k(0.1, values="int2"), "`values`"),
-    ],
-)
-def test_refused(make, text):
-    with pytest.raises(ValueError, match=text):
-        make()
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8", "top_k"])
