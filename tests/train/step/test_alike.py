@@ -46,7 +46,6 @@ GRADIENTS = {
     "none": None,
     "clip": clip(),
     "mean": mean,
-    "active": active,
     "active, clip": js.chain(active, clip()),
     "largest": js.chain(mean, clip(0.01, np.inf)),
 }
@@ -56,8 +55,6 @@ SYNCS = {
     "slowmo": js.slowmo("replica", base=js.sgp("replica"), sync_every=4),
     "whole": js.only_finite(js.slowmo("replica", base=local, sync_every=4, shard_state=False)),
     "diloco": js.diloco("replica", sync_every=2),
-    "noloco": js.noloco("replica", sync_every=2),
-    "rda": js.diloco("replica", sync_every=2, aggregate="rda"),
     "norms": js.diloco("replica", sync_every=2, aggregate=js.norm_weighted(damping=1.0)),
 }
 AROUND = {
@@ -82,7 +79,7 @@ OPTIONS = {
     "one user": [False, True],  # of all examples
     "own": [[], ["item", "user"], ["item"], ["user"]],  # tables with an optimizer of their own
 }
-RUNS = 8
+RUNS = 6
 
 
 def possible(run):
@@ -165,7 +162,7 @@ def updated(step, state, update, weight, run):
     return step(state, batches[-1], weight, window=window)
 
 
-CASES = sweep(itertools.product((11, 0, 4, 8), range(RUNS)), lambda seed, _: seed == 11)
+CASES = sweep(itertools.product((11, 0, 4), range(RUNS)), lambda seed, _: seed == 11)
 
 
 @pytest.mark.parametrize(("seed", "number"), CASES)

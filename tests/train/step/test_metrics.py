@@ -59,8 +59,7 @@ def test_dtypes_and_nesting_are_kept():
 
 
 @pytest.mark.parametrize(
-    ("how", "kind"),
-    [("microbatches", "auto"), ("devices", "auto"), ("devices", "virtual"), ("weights", "virtual")],
+    ("how", "kind"), [("microbatches", "auto"), ("devices", "auto"), ("weights", "virtual")]
 )
 def test_means_of_all_kinds(how, kind):
     """A mean of integers is a float, and one of complex numbers has both parts."""
@@ -93,25 +92,8 @@ def test_means_of_all_kinds(how, kind):
     np.testing.assert_allclose(found["a"]["n"], mean(parts), rtol=1e-6)
     np.testing.assert_allclose(found["c"], mean(parts * (1 + 2j)), rtol=1e-6)
     np.testing.assert_allclose(found["half"], mean(parts > 40), rtol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["loss", "weight", "loss_scale"])
-def test_names_of_the_step_are_taken(name):
-    optimizer = js.dynamic_loss_scale(optax.sgd(0.1)) if name == "loss_scale" else optax.sgd(0.1)
-    step = js.make_train_step(
-        lambda params, batch: (jnp.mean(params["w"][None] * batch), {name: batch.sum()}),
-        optimizer,
-        sync=js.local_sgd("replica"),
-        mesh=js.virtual_mesh({"replica": 2}),
-    )
-    with pytest.raises(ValueError, match=rf"`loss_fn`.*'{name}'"):
-        step(step.init(PARAMS), BATCH)
-
-
-@pytest.mark.parametrize("shape", [(4,), (4, 3)])
-def test_the_host_mean_of_one_array_is_that_of_a_dict_with_it(shape):
-    """A step of the user's own by `pmap` returns such an array."""
-    array = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
-    mean = js.host_mean(array)
-    np.testing.assert_array_equal(mean, js.host_mean({"loss": array})["loss"])
-    assert isinstance(mean, float if len(shape) == 1 else np.ndarray)
+    with pytest.raises(ValueError, match=r"`loss_fn`.*'weight'"):  # names of the step are taken
+        step_of(lambda batch: {"weight": batch.sum()}).evaluate(state, BATCH)
+    mean = js.host_mean(found["a"]["n"])  # of one array, as `pmap` returns
+    assert mean == js.host_mean({"loss": found["a"]["n"]})["loss"]
+    assert isinstance(mean, float)

@@ -29,13 +29,10 @@ def step_of(mesh=VIRTUAL, **options):
     return js.make_train_step(loss, optax.adam(0.1), mesh=mesh, **{"sync": sync, **options})
 
 
-@pytest.mark.parametrize("kind", ["virtual", "explicit"])
-def test_a_traced_step_inside_of_other_programs_gives_the_same_state(kind):
+def test_a_traced_step_inside_of_other_programs_gives_the_same_state():
     """Shards inside of a replica stay so."""
-    mesh = KINDS[kind]({"replica": 2} if kind == "virtual" else {"replica": 2, "fsdp": 4})
-    params, specs = PARAMS, {"b": P(), "w": P("fsdp")}
-    if kind != "virtual":
-        params = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in PARAMS.items()}
+    mesh, specs = KINDS["explicit"]({"replica": 2, "fsdp": 4}), {"b": P(), "w": P("fsdp")}
+    params = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in PARAMS.items()}
     step = step_of(mesh, donate=False)
     state = step.init(params)
     outside, _ = train(step, state, BATCHES[:3])
@@ -45,36 +42,12 @@ def test_a_traced_step_inside_of_other_programs_gives_the_same_state(kind):
     for found in (inside, scanned):
         assert_close(found.params, outside.params)
         assert step.next_phase(found) == step.next_phase(outside) == ()
-    if kind != "virtual":
-        wanted = NamedSharding(mesh, P("replica", "fsdp"))
-        for found in (inside, scanned, outside):
-            assert found.params["w"].sharding.is_equivalent_to(wanted, 3)
+        lies = NamedSharding(mesh, P("replica", "fsdp"))
+        assert found.params["w"].sharding.is_equivalent_to(lies, 3)
     assert jax.eval_shape(step, state, BATCHES[0])[0].params["w"].shape == (2, 8, 3)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda step, state: jax.jit(step)(state, BATCHES[0]),
-        lambda step, state: jax.eval_shape(step, state, BATCHES[0]),
-        lambda step, state: jax.jit(lambda s: step.next_phase(s) and 0)(state),
-    ],
-)
-def test_a_host_scheduled_step_inside_of_another_program_is_refused(use):
     step = step_of(mode="host")
     with pytest.raises(ValueError, match='`mode`="host"'):
-        use(step, step.init(PARAMS))
-
-
-@pytest.mark.parametrize("part", ["params", "opt_state", "rng"])
-def test_a_state_of_which_another_program_donated_a_part_is_refused(part):
-    """By the step, or by jax where this step made the state, which it does not look at again."""
-    step = step_of(donate=False)
-    state, _ = step(step.init(PARAMS), BATCHES[0])
-    for x in jax.tree.leaves(getattr(state, part)):
-        x.delete()
-    with pytest.raises((ValueError, RuntimeError), match=r"`state`|has been deleted"):
-        step(state, BATCHES[0])
+        jax.eval_shape(step, step.init(PARAMS), BATCHES[0])
 
 
 @pytest.mark.parametrize("mode", ["traced", "host"])
@@ -84,19 +57,12 @@ def test_a_donated_state_is_refused_and_still_tells_its_shapes(mode):
     new, _ = step(old, BATCHES[0])
     assert all(x.is_deleted() for x in jax.tree.leaves((old.params, old.opt_state)))
     assert not any(x.is_deleted() for x in jax.tree.leaves((source, new)))
-    for kept in ("step", "params", "opt_state", "rng"):
-        if not jax.tree.leaves(getattr(old, kept))[0].is_deleted():
-            assert kept == "step", "jax 0.11 does not reuse a counter in each program"
-            continue
-        mixed = new._replace(**{kept: getattr(old, kept)})
-        for state in (old, mixed):
+    for state in (old, new._replace(params=old.params), new._replace(opt_state=old.opt_state)):
+        for use in (step.next_phase, lambda state: step(state, BATCHES[0])):
             with pytest.raises(ValueError, match="`state`"):
-                step(state, BATCHES[0])
-            with pytest.raises(ValueError, match="`state`"):
-                step.next_phase(state)
+                use(state)
     assert np.isfinite(step(new, BATCHES[0])[1]["loss"]).all()
     if mode == "traced":
-        assert step.compiled(old, BATCHES[0])
         assert step.traced_by_phase(old, BATCHES[0])
     step = step_of(mode=mode, donate=False)
     state = step.init(source)
@@ -130,10 +96,7 @@ def test_resuming_at_any_step_gives_the_same_bits():
         assert np.array_equal(resumed.step, state.step)
 
 
-@pytest.mark.parametrize(
-    ("case", "mode"),
-    [("auto", "host"), ("explicit", "traced"), ("fsdp", "traced")],
-)
+@pytest.mark.parametrize(("case", "mode"), [("auto", "host"), ("fsdp", "traced")])
 def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compilations):
     """Nor is anything traced again that was traced to be read, of arrays or of shapes alone."""
     params, specs, traces = {"w": PARAMS["w"]}, None, []

@@ -88,7 +88,7 @@ def check(run, x, mask, params, metrics, of_metrics, case):
             np.testing.assert_allclose(found, value, rtol=2e-6, atol=2e-6, err_msg=message)
 
 
-@pytest.mark.parametrize("run", covering(OPTIONS, 16, seed=1), ids=str)
+@pytest.mark.parametrize("run", covering(OPTIONS, 8, seed=1), ids=str)
 def test_as_numpy(run):
     make = js.virtual_mesh if run["kind"] == "virtual" else js.make_mesh
     if run["devices"] * REPLICAS > len(jax.devices()):
