@@ -46,7 +46,7 @@ def test_what_is_placed_ahead_is_what_a_call_would_place(kind):
     assert step.place({"x": batch}, None)[1] is None
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit", "virtual"])
+@pytest.mark.parametrize("kind", ["explicit", "virtual"])
 def test_what_all_examples_share_is_whole_everywhere(kind):
     """A key, too; a batch that is placed is placed, and one row for each part is not shared."""
     step = step_of(KINDS[kind]({"replica": 4}))

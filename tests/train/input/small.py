@@ -19,16 +19,15 @@ BATCHES = np.random.default_rng(1).normal(size=(9, 4, 3)).astype(np.float32)
 
 
 @functools.cache
-def small_step(kind: str = "virtual") -> js.train.TrainStep:
+def small_step() -> js.train.TrainStep:
     """The same compiled programs for all tests."""
-    axes = {"replica": 2}
     return js.make_train_step(
         lambda p, b: (jnp.mean((b @ p["w"]) ** 2), {"mean": b.mean()}),
         optax.adam(0.1),
         sync=js.slowmo(
             "replica", base=js.local_sgd("replica", sync_every=2), sync_every=2, learning_rate=0.1
         ),
-        mesh=js.virtual_mesh(axes) if kind == "virtual" else js.make_mesh(axes),
+        mesh=js.virtual_mesh({"replica": 2}),
     )
 
 
@@ -42,9 +41,9 @@ def pipeline_of(batches=None, **options) -> js.TrainPipeline:
 
 
 @functools.cache
-def plain(kind: str = "virtual", batches: tuple[int, ...] = tuple(range(9))) -> list[np.ndarray]:
+def plain(batches: tuple[int, ...] = tuple(range(9))) -> list[np.ndarray]:
     """Losses of a loop without a pipeline, over these batches."""
-    step = small_step(kind)
+    step = small_step()
     state, losses = start(step), []
     for i in batches:
         state, metrics = step(state, BATCHES[i])

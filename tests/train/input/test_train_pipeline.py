@@ -34,14 +34,9 @@ def test_another_iterator_comes_after_what_is_held():
     # What had been loaded of the first by then is trained, in its order, and the rest is left.
     taken = first.next_index
     assert 3 <= taken <= 5
-    assert_same(losses, plain("virtual", (*range(taken), 6, 7, 8)))
-
-
-def test_an_iterator_that_goes_on_after_its_end_is_asked_again():
-    """As loops over epochs do."""
-    epochs = Counted([*BATCHES[:4], StopIteration(), *BATCHES[4:]])
-    pipeline = pipeline_of(epochs)
-    assert [len(list(pipeline)) for _ in range(3)] == [4, 5, 0]
+    assert_same(losses, plain((*range(taken), 6, 7, 8)))
+    epochs = pipeline_of(Counted([*BATCHES[:4], StopIteration(), *BATCHES[4:]]))
+    assert [len(list(epochs)) for _ in range(3)] == [4, 5, 0]  # it is asked again
 
 
 def test_position_and_state_go_on_together():
@@ -59,7 +54,7 @@ def test_position_and_state_go_on_together():
     pipeline = pipeline_of(iter(BATCHES))
     losses_of(itertools.islice(pipeline, 3))
     pipeline.state = start(step)
-    assert_same(losses_of(pipeline), plain("virtual", tuple(range(3, 9))))
+    assert_same(losses_of(pipeline), plain(tuple(range(3, 9))))
 
 
 def test_stages_of_a_step_and_any_function_as_a_step():
@@ -122,6 +117,4 @@ def test_the_report_counts():
     spent = {**busy, "load": report.waiting_seconds, "caller": report.caller_seconds}
     assert sum(spent.values()) <= report.seconds
     assert report.slowest == max(spent, key=spent.get)
-    lines = str(report).splitlines()
-    assert lines[0].startswith("4 batches in ")
-    assert [line.split("  ")[0] for line in lines[2:]] == names
+    assert str(report).startswith("4 batches in ")

@@ -3,7 +3,6 @@
 import warnings
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -52,15 +51,12 @@ def never_run():
 # What exchanges, and what the message says; None for no message.
 CASES = {
     "sam": (sam(), {"sync": ALWAYS}, ("optax.contrib.sam", "`sync_every`", "multiple")),
-    "sam in a chain": (optax.chain(optax.clip(1.0), sam(3)), {"sync": ALWAYS}, ("contrib.sam",)),
     "sam inside": (optax.apply_if_finite(sam(), 3), {"sync": ALWAYS}, ("contrib.sam",)),
-    "sam and gossip": (sam(), {"sync": js.sgp("replica")}, ("optax.contrib.sam",)),
     "several": (several(4), {"sync": ALWAYS}, ("optax.MultiSteps", "`accumulate`")),
     "a period that may fit": (sam(3), {"sync": EVERY_3}, None),
     "gradients": (several(2), {"gradients": js.all_reduce_gradients("replica")}, None),
     "of another of that name": (own(), {"sync": ALWAYS}, None),
     "nothing is tried": (never_run(), {"sync": EVERY_3}, None),
-    "of optax": (optax.adam(0.1), {"sync": ALWAYS}, None),
 }
 
 
@@ -94,9 +90,3 @@ def test_an_optimizer_that_fails_for_want_of_the_loss_is_told_of_chains():
     with pytest.raises(OwnError, match="no loss") as raised:
         step(step.init(PARAMS), np.ones(4, np.float32))
     assert any("js.chain" in note and "`value`" in note for note in raised.value.__notes__)
-    seen = js.make_train_step(
-        lambda p, b: jnp.sum(p["w"]) * jnp.mean(b),
-        js.chain(js.all_reduce_gradients("replica"), asks),
-        mesh=MESH,
-    )
-    jax.block_until_ready(seen(seen.init(PARAMS), np.ones(4, np.float32)))

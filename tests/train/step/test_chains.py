@@ -44,10 +44,6 @@ def test_behind_an_optimizer_a_clipping_clips_its_updates():
 
 OPAQUE = {
     "masked": optax.masked(optax.chain(mean, sgd), {"b": True, "w": True}),
-    "partition": optax.partition(
-        {"a": optax.chain(mean, clip, sgd), "b": optax.chain(mean, optax.adam(0.1))},
-        {"b": "a", "w": "b"},
-    ),
     "parameters": optax.chain(sgd, local),
     "loss scale": optax.chain(mean, js.dynamic_loss_scale(sgd, initial=4.0)),
 }

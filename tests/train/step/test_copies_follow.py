@@ -38,12 +38,10 @@ OPTIMIZER = optax.apply_if_finite(
 )
 COPIES = {"init_particles": "a", "x0": "b", "z": "c", "cache": "d"}
 LOCAL = js.local_sgd("replica", sync_every=3)
-RING = js.topology.ring(3)
 BASE = js.local_sgd("replica", sync_every=2)
 VIRTUAL, DEVICES = js.virtual_mesh({"replica": 3}), {"replica": 3}
 # Transform, mesh, options of the step.
 RUNS = {
-    "sgp": (js.sgp("replica", graph=RING, overlap=1), VIRTUAL, {}),
     "slowmo": (
         js.slowmo("replica", base=BASE, sync_every=4, learning_rate=0.1),
         VIRTUAL, {"mode": "host"},
