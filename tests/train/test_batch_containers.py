@@ -110,14 +110,3 @@ def test_what_replicas_cannot_share_out_is_named(name):
         for use in uses:
             with pytest.raises(ValueError, match=rf"`batch`.* {said}"):
                 use(state, batch)
-
-
-@pytest.mark.parametrize("place", MESHES)
-@pytest.mark.parametrize(
-    ("metric", "dtype"), [("text", "<U4"), ({"deep": [jax.random.key(0)]}, "key<fry>")]
-)
-def test_a_metric_without_a_mean_is_named(metric, dtype, place):
-    step = step_of(place, lambda p, b: (jnp.mean(b) * p["w"], {"odd": metric}))
-    with pytest.raises(ValueError, match=r"`loss_fn`.* metrics .*'odd") as error:
-        step(step.init({"w": np.float32(1)}), X)
-    assert dtype in str(error.value)

@@ -106,20 +106,3 @@ def test_stages():
         step = js.make_train_step(pipe, optax.sgd(0.1), sync=sync, mesh=mesh)
         ways.append(moved(step, layers, [tokens(8, seed) for seed in range(4)])[0])
     check_near(ways[1], ways[0], 0.03)
-
-
-def test_tables_are_sent_as_dense_leaves_are():
-    mesh, ways, rng = js.make_mesh({"replica": 2, "shard": 2}), [], np.random.default_rng(0)
-    made = js.embeddings({"a": js.Table(200, 8)}, axis_name="shard", optimizer=js.rowwise_sgd(1.0))
-
-    def loss_fn(params, batch, *, embedded):
-        return jnp.mean((embedded["a"] @ params["w"] - batch["y"]) ** 2)
-
-    batches = [
-        {"a": rng.integers(0, 200, 16), "y": np.float32(rng.normal(size=16))} for _ in range(4)
-    ]
-    for codec in (None, js.codecs.int8(block=32)):
-        sync = js.diloco("replica", sync_every=2, codec=codec)
-        step = js.make_train_step(loss_fn, optax.sgd(0.1), sync=sync, mesh=mesh, embeddings=made)
-        ways.append(moved(step, {"w": np.full(8, 0.3, np.float32)}, batches)[0])
-    check_near(ways[1], ways[0], 0.03)

@@ -9,7 +9,6 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.checkpoint import Checkpoints
 
 REPLICAS, WIDTH, UPDATES = 8, 8, 4
 RANDOM = np.random.default_rng(0)
@@ -140,41 +139,6 @@ def test_several_axes(axes, axis_name):
         assert js.check_in_sync(state.step, mesh=mesh, axis_name=axis_name).num_leaves == 1
         found.append((state.params, metrics, step.consensus(state)))
     assert_close(*found)
-
-
-def test_meshes_are_equal_where_their_devices_are():
-    axes = {"replica": 4}
-    first, last = jax.devices()[0], jax.devices()[-1]
-    assert js.virtual_mesh(axes) == js.virtual_mesh(axes, [first]) != js.virtual_mesh(axes, [last])
-    with jax.default_device(last):
-        other = js.virtual_mesh(axes)
-        assert other == js.virtual_mesh(axes, [last])
-    (x,) = jax.tree.leaves(js.replicate(np.ones(3), mesh=other))
-    assert x.sharding.device_set == {last}  # that which was the default when it was first needed
-
-
-def test_a_checkpoint_goes_on_other_numbers_of_devices(tmp_path):
-    """Stacked leaves are not stacked again."""
-
-    def made_on(count):
-        mesh = js.make_mesh({"replica": REPLICAS}, devices=jax.devices()[:count])
-        return made("make_train_step", "slowmo", mesh, donate=False)
-
-    step, state = made_on(2)
-    for batch in BATCHES[:3]:
-        state, _ = step(state, batch)
-    with pytest.raises(ValueError, match="stacked for 8 replicas already"):
-        js.replicate(state.params, mesh=step.mesh)
-    with Checkpoints(tmp_path, asynchronous=False) as checkpoints:
-        checkpoints.save(3, state)
-    after, _ = step(state, BATCHES[3])
-    for count in 1, 4:
-        step, _ = made_on(count)
-        with Checkpoints(tmp_path) as checkpoints:
-            restored = checkpoints.restore(step, PARAMS)
-        assert restored.is_exact
-        assert_lies_on(restored.state, restored.state.params, count)
-        assert_close(step(restored.state, BATCHES[3])[0], after)
 
 
 def test_traced_for_a_device_each():

@@ -116,20 +116,3 @@ def test_replicas_send_a_device_s_part_and_gather_nothing(mesh_of):
     assert OWN <= between["slow", "reduce-scatter"] <= padded
     assert OWN <= between["slow", "all-gather"] <= padded
     assert between["average", "all-reduce"] == OWN
-
-
-@pytest.mark.parametrize(
-    "optimizer", [optax.adafactor(1e-2, min_dim_size_to_factor=32), optax.sm3(1e-2)]
-)
-def test_optimizers_whose_state_has_other_shapes(mesh_of, optimizer):
-    loss, ends = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2), []
-    for mesh in (mesh_of({"replica": REPLICAS, "fsdp": 2}), js.virtual_mesh({"replica": REPLICAS})):
-        step = js.make_train_step(loss, optimizer, sync=js.local_sgd("replica"), mesh=mesh)
-        params = {"w": PARAMS["in"]}
-        if "fsdp" in mesh.shape:
-            params = jax.device_put(params, NamedSharding(mesh, P(None, "fsdp")))
-        state = step.init(params)
-        for batch in BATCHES[:2]:
-            state, _ = step(state, batch)
-        ends.append(state.params["w"])
-    np.testing.assert_allclose(*ends, rtol=1e-4, atol=1e-5)

@@ -143,18 +143,14 @@ def with_tables():
     looped(step, step.init(DENSE), batches_of_ids(2))
 
 
-def with_stages_on_the_host():
-    mesh = js.make_mesh({"replica": 2, "stage": 2})
-    params = [{"w": np.eye(8, dtype=np.float32)}] * 2
-    model = js.LayeredModel([lambda p, x: x @ p["w"]] * 2, lambda x, batch: jnp.mean(x**2))
-    pipe = js.pipelined(model, params, js.schedules.gpipe(2, 2), mesh=mesh, executor="host")
-    step = js.make_train_step(pipe, optax.sgd(0.1), sync=js.local_sgd("replica"), mesh=mesh)
-    looped(step, step.init(params), np.ones((2, 8, 8), np.float32))
-
-
 def weighted():
     shares = [list(BATCHES[:, :2]), list(BATCHES[:3, :2])]
     looped(batches=js.train.uneven_batches(shares, mesh=make_step().mesh))
+
+
+def scanned(batches):
+    step = step_of(js.virtual_mesh({"replica": 4}), "traced")
+    step.scan(start(step), batches)
 
 
 REFUSED = {
@@ -163,30 +159,12 @@ REFUSED = {
     "weights": Refusal(weighted, "js.train.WeightedBatch"),
     "wrapped": Refusal(lambda: looped(js.reports.measured(make_step())), "MeasuredStep"),
     "a pipeline": Refusal(lambda: looped(js.TrainPipeline(make_step(), None, [])), "TrainPipeline"),
+    "no first dimension": Refusal(lambda: scanned({"x": MANY[0]}), "`batches`", "shapes (8, 3)"),
+    "two": Refusal(lambda: scanned({"x": MANY[0], "y": MANY}), "`batches`", "[(8,), (11,)]"),
     "tables": Refusal(with_tables, "`embeddings`"),
-    "stages": Refusal(with_stages_on_the_host, "`executor`", "host"),
 }
 
 
 @each(REFUSED)
 def test_refused(refusal):
     refusal.check()
-
-
-@pytest.mark.parametrize("door", ["training step", "library"])
-def test_batches_without_a_first_dimension_are_refused_by_their_shapes(door):
-    mesh = js.virtual_mesh({"replica": 4})
-    step = step_of(mesh, "traced")
-    if door == "library":
-        step = js.with_exchange(
-            lambda state, batch: (state, {"mean": batch["x"].mean()}),
-            js.local_sgd("replica"),
-            mesh=mesh,
-            get_params=lambda s: s,
-            set_params=lambda s, p: p,
-        )
-    state, batch = start(step), {"x": MANY[0]}
-    with pytest.raises(ValueError, match=r"`batches` must .* shapes \(8, 3\), of which each of 8"):
-        step.scan(state, batch)
-    with pytest.raises(ValueError, match=r"same first dimension.* \[\(8,\), \(9,\)\]"):
-        step.scan(state, batch | {"y": np.zeros((9, 3), np.float32)})

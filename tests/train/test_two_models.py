@@ -114,28 +114,3 @@ def test_one_step_is_of_one_model():
     for use in (step.init, step.next_phase, lambda x: step(x, BATCHES[0])):
         with pytest.raises(ValueError, match=r"only one of the two has \['w2'\]"):
             use(second if use == step.init else another)
-
-
-def test_one_optimizer_of_tables():
-    def read(optimizers):
-        """Return the rows of two models' tables after updates in turn."""
-        ends = []
-        for optimizer, size in zip(optimizers, ((10, 3), (64, 2)), strict=True):
-            step = js.make_train_step(
-                lambda params, ids, *, embedded: jnp.mean((embedded["id"] - params["b"]) ** 2),
-                optax.sgd(0.1),
-                gradients=js.all_reduce_gradients("replica"),
-                mesh=js.make_mesh({"replica": 4}),
-                embeddings=js.embeddings(
-                    {"t": js.Table(*size, pooling=None, features=["id"])},
-                    axis_name=None,
-                    inputs=lambda ids: {"id": ids},
-                    optimizer=optimizer,
-                ),
-            )
-            state, _ = step(step.init({"b": np.float32(1)}), np.arange(8, dtype=np.int32))
-            ends.append(step.embeddings.read(step.consensus(state).tables))
-        return ends
-
-    one, two, three = (js.rowwise_adam(0.1, per_row=True) for _ in range(3))
-    assert_equal_bits(read([one, one]), read([two, three]))

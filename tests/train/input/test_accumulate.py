@@ -52,37 +52,6 @@ def test_recorded_calls_by_the_rule(case):
         )
 
 
-@pytest.mark.parametrize(("partial", "depth"), [*zip(PARTIALS, (2, 0, 2), strict=True)])
-def test_what_becomes_of_the_batches_at_the_end(partial, depth):
-    batches = Counted([batch_of(i) for i in range(5)])
-    pipeline = pipeline_of(batches, accumulate=3, partial=partial, depth=depth)
-    updates, results = Updates(), []
-    for _ in range(5):
-        results.append(pipeline.progress())
-        updates.see(pipeline.state)
-    assert [r.is_update for r in results] == [False, False, True, False, False]
-    assert [r.step for r in results] == [0, 0, 1, 1, 1]
-    assert [r.position["next_index"] for r in results] == [0, 0, 3, 3, 3]
-    if partial == "error":
-        with pytest.raises(ValueError, match=r"after 2 of `accumulate`=3"):
-            pipeline.progress()
-        pipeline.progress(batches_of([5]))  # they waited for it
-        updates.see(pipeline.state)
-        assert updates.found == [[0, 1, 2], [3, 4, 5]]
-        return
-    assert next(pipeline, None) is None
-    told = pipeline.partial_update
-    updates.see(pipeline.state)
-    assert updates.found == ([[0, 1, 2], [3, 4]] if partial == "step" else [[0, 1, 2]])
-    assert pipeline.position == {"next_index": 5 if partial == "step" else 3}
-    if partial == "step":
-        assert told.is_update
-        assert (told.step, told.state) == (2, pipeline.state)
-        np.testing.assert_allclose(told.metrics["loss"], np.mean(losses_of(results[3:]), axis=0))
-    assert next(pipeline, None) is None  # asked again
-    assert pipeline.partial_update is None
-
-
 class Plain:
     """The calls of a step for which a pipeline stands."""
 
@@ -188,3 +157,17 @@ def test_a_loop_yields_updates_with_means_of_their_metrics_and_takes_no_batch_mo
     pipeline = js.TrainPipeline(step, small_start(step), Counted(), accumulate=4)
     next(pipeline)
     assert [r.step for r in js.train_loop(pipeline)] == [1, 2, 3]
+
+
+def test_the_partial_update_at_the_end_is_told():
+    pipeline = pipeline_of(Counted([batch_of(i) for i in range(5)]), accumulate=3)
+    results = [pipeline.progress() for _ in range(5)]
+    assert [r.is_update for r in results] == [False, False, True, False, False]
+    assert [r.position["next_index"] for r in results] == [0, 0, 3, 3, 3]
+    assert next(pipeline, None) is None
+    told = pipeline.partial_update
+    assert (told.step, told.state, told.is_update) == (2, pipeline.state, True)
+    np.testing.assert_allclose(told.metrics["loss"], np.mean(losses_of(results[3:]), axis=0))
+    assert pipeline.position == {"next_index": 5}
+    assert next(pipeline, None) is None  # asked again
+    assert pipeline.partial_update is None

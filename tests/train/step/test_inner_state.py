@@ -3,9 +3,6 @@
 Gradients do not depend on the parameters here, so NumPy has them, too.
 """
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +10,6 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from support.refusals import Refusal, each
-from train.step import tables
 
 REPLICAS, ROWS, UPDATES = 4, 2, 10
 RNG = np.random.default_rng(0)
@@ -166,29 +161,6 @@ def test_des_loc_is_local_sgd_with_moments_every_3_and_6_averages():
     }
 
 
-@pytest.mark.parametrize("inner", ["reset", "average"])
-def test_a_refused_exchange_leaves_the_moments(inner):
-    """Those of the replicas that are finite."""
-    batches = BATCHES.copy()
-    batches[3, 0] = np.inf  # of the first replica, in the update of the exchange
-    base = js.local_sgd("replica", sync_every=2)
-    options: dict[str, Any] = {"sync_every": 4, "inner_state": inner}
-    states = []
-    for sync in (
-        js.slowmo("replica", base=js.only_finite(base), **options),
-        js.only_finite(js.slowmo("replica", base=base, **options)),
-        js.only_finite(base),
-    ):
-        step = step_of(sync, OPTIMIZERS["momentum"])
-        state = step.init(START)
-        for batch in batches[:4]:
-            state, _ = step(state, batch)
-        states.append(moments(state)[0][0][1:])
-    for found in states[:2]:
-        np.testing.assert_allclose(found, states[2], rtol=1e-6)
-    assert np.ptp(states[0], axis=0).all()
-
-
 def test_a_skipped_exchange_leaves_the_moments():
     tx = js.chain(optax.adam(0.1), SYNCS["diloco"](inner_state="reset"))
     params = js.replicate(START, mesh=VIRTUAL)
@@ -203,31 +175,6 @@ def test_a_skipped_exchange_leaves_the_moments():
     for t in range(8):
         params, state = update(params, state, t != 3)
         assert state[0][0].count[0] == (0 if t == 7 else t + 1)
-
-
-REFUSED = {
-    f"{argument}={value!r}": Refusal(functools.partial(make, "replica", **{argument: value}), *said)
-    for make, argument, value, *said in (
-        (js.diloco, "inner_state", {"mu": 0}, "`inner_state`", 0),
-        (js.diloco, "inner_state", ["mu"], "`inner_state`", "map fields"),
-        (js.des_loc, "moments", {"mu": 0.5}, "`moments`", 0.5),
-        (js.des_loc, "moments", 3, "`moments`", "map fields"),
-    )
-} | {
-    f"a field that {name} lacks": Refusal(
-        functools.partial(
-            trained, step_of(js.des_loc("replica", moments={"count": 2}), tx, mode="host"), 1
-        ),
-        "`inner_state`",
-        known,
-    )
-    for name, tx, known in (("adam", optax.adam(0.1), "'mu', 'nu'"), ("sgd", optax.sgd(1), "none"))
-}
-
-
-@each(REFUSED)
-def test_refused(refusal):
-    refusal.check()
 
 
 @pytest.mark.parametrize("inner", ["reset", "average"])
@@ -255,15 +202,10 @@ def test_what_starts_anew_and_what_goes_on(inner):
     np.testing.assert_allclose(flat(adam.inner_state[0].mu), wanted, rtol=1e-5)
 
 
-def test_tables_keep_the_state_of_their_own_optimizer():
-    """It is the dense optimizer's that changes; a row's moments stay where the row is."""
-    states = []
-    for inner in ("keep", "reset"):
-        sync = SYNCS["local_sgd"](inner_state=inner)
-        step = tables.step_of(2, optimizer=optax.adam(0.1), sync=sync)
-        state = step.init(tables.DENSE)
-        for batch in tables.batches(4):
-            state, _ = step(state, batch)
-        states.append(state.opt_state)
-    assert not np.any(states[1].dense[0].mu["w"])
-    jax.tree.map(np.testing.assert_array_equal, states[0].tables, states[1].tables)
+@pytest.mark.parametrize(("optimizer", "known"), [("adam", "'mu', 'nu'"), ("momentum", "'trace'")])
+def test_a_field_that_the_optimizer_lacks_is_refused_in_the_first_update(optimizer, known):
+    step = step_of(js.des_loc("replica", moments={"count": 2}), OPTIMIZERS[optimizer], mode="host")
+    with pytest.raises(ValueError, match=f"`inner_state` names .* are {known}"):
+        trained(step, 1)
+    with pytest.raises(ValueError, match="`inner_state` counts updates and must be an int >= 1"):
+        js.diloco("replica", inner_state={"mu": 0})

@@ -144,25 +144,3 @@ def test_axes_that_a_loss_could_not_leave_to_the_compiler_are_mapped(mesh_of, ki
     assert {shape[0] for shape in seen} == {16 // (cells * accumulate)}
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
-
-
-GOSSIP = js.topology.self_weighted(0.4)
-ALGORITHMS = {
-    "late gossip": js.sgp("replica", mixing=GOSSIP, overlap=2),
-    "over gossip": js.slowmo("replica", base=js.sgp("replica", mixing=GOSSIP), sync_every=3),
-    "late": js.diloco("replica", sync_every=3, delay=1),
-    "in fragments": js.diloco("replica", sync_every=2, fragments=2),
-}
-
-
-@pytest.mark.parametrize("sync", ALGORITHMS.values(), ids=ALGORITHMS.keys())
-def test_on_sharded_leaves_algorithms_train_as_on_whole_leaves(mesh_of, sync):
-    steps = [
-        step_of(mesh, sync)
-        for mesh in (mesh_of({"replica": 4, "fsdp": 2}), js.virtual_mesh({"replica": 4}))
-    ]
-    states = [start(steps[0]), steps[1].init(PARAMS)]
-    for t in range(4):
-        states = [step(x, BATCH + 0.01 * t)[0] for step, x in zip(steps, states, strict=True)]
-    for one, other in zip(*(jax.tree.leaves(state.params) for state in states), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.exhaustive import sweep
-from train.step import tables
 from train.step.problem import BATCHES, KINDS, PARAMS, covering
 
 REPLICAS, RATE, UPDATES = 2, 0.2, 4
@@ -158,30 +157,6 @@ def test_a_loss_trains_as_on_the_whole_batch(seed, number):
             np.testing.assert_allclose(
                 state.params[name], each, rtol=1e-5, atol=1e-6, err_msg=str(run)
             )
-
-
-def with_tables(params, batch, *, embedded):
-    """`tables.loss` by a loop from zeros, averaged over all devices by itself."""
-    both = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), (batch, embedded))
-
-    def add(total, part):
-        batch, embedded = part
-        return total + tables.loss(params, batch, embedded=embedded), None
-
-    return lax.pmean(lax.scan(add, 0.0, both)[0] / 2, ("replica", "shard"))
-
-
-def test_with_tables():
-    """Compare with the same loss without loops and averages."""
-    ends, mean = [], js.all_reduce_gradients(("replica", "shard"))
-    for loss in (with_tables, tables.loss):
-        step = tables.step_of(2, loss_fn=loss, accumulate=2, gradients=mean)
-        state = step.init(tables.DENSE)
-        for batch in tables.batches(3):
-            state, _ = step(state, batch)
-        ends.append({**state.params.dense, **tables.whole(step, state)})
-    for name, x in ends[1].items():
-        np.testing.assert_allclose(ends[0][name], x, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 def layer(params, x):

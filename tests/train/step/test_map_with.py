@@ -11,9 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.layered import language_model
 
-SGD = js.rowwise_adagrad(0.1)
 REPLICAS, WIDTH, HIDDEN = 2, 8, 16
 AXES = {"replica": REPLICAS, "data": 2, "fsdp": 2}
 RANDOM = np.random.default_rng(0)
@@ -109,23 +107,6 @@ def test_scan_windows_and_evaluation_go_through_the_same_map():
     found, _ = step(state, BATCHES[1], window=window)
     assert_close(found.params, expected.params)
     assert_close(step.evaluate(state, BATCHES[0]), step(state, BATCHES[0])[1])
-
-
-def test_what_communicates_in_the_loss_is_refused():
-    mesh = js.make_mesh({"replica": 2, "stage": 2})
-    model, params = language_model(2)
-    pipe = js.pipelined(model, params, js.schedules.gpipe(2, 2), mesh=mesh)
-    tables = js.embeddings({"ids": js.Table(8, 4)}, axis_name="stage", optimizer=SGD)
-    wrong = [
-        ("a pipelined `loss_fn`", pipe, {}),
-        ("`embeddings`", lambda params, batch, *, embedded: 0.0, {"embeddings": tables}),
-        ('`model_state`="broadcast"', loss_fn, {"model_state": "broadcast"}),
-    ]
-    for message, loss, options in wrong:
-        with pytest.raises(ValueError, match=f'"vmap" maps the loss, in which {message}'):
-            js.make_train_step(
-                loss, optax.sgd(0.1), mesh=mesh, map_with="vmap", **PARTS["sync"](), **options
-            )
 
 
 @pytest.mark.parametrize(

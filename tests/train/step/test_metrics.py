@@ -25,28 +25,13 @@ def step_of(metrics, kind="auto", axes=None, **options):
 
 
 def test_dtypes_and_nesting_are_kept():
+    wanted = {
+        "int32": np.full(2, LARGE, np.int32),
+        "uint8": np.array([[0, 1, 2]] * 2, np.uint8),
+        "inside": {"complex": np.full(2, 1 + 2j, np.complex64), "deeper": [np.full(2, 0.5)]},
+    }
     with jax.enable_x64(True):
-
-        def metrics(batch):
-            return {
-                "int32": jnp.int32(LARGE),
-                "uint8": jnp.arange(3, dtype=jnp.uint8),
-                "int64": jnp.int64(2**53 + 1),
-                "float64": jnp.float64(1 / 3),
-                "inside": {"complex": jnp.complex64(1 + 2j), "deeper": [batch.sum()]},
-            }
-
-        wanted = {
-            "int32": np.full(2, LARGE, np.int32),
-            "uint8": np.array([[0, 1, 2]] * 2, np.uint8),
-            "int64": np.full(2, 2**53 + 1),
-            "float64": np.full(2, 1 / 3),
-            "inside": {
-                "complex": np.full(2, 1 + 2j, np.complex64),
-                "deeper": [BATCH.reshape(2, -1).sum(1)],
-            },
-        }
-        step = step_of(metrics)
+        step = step_of(lambda batch: jax.tree.map(lambda x: jnp.asarray(x[0]), wanted))
         state = step.init(PARAMS)
         for found in (step.evaluate(state, BATCH), step(state, BATCH)[1]):
             found.pop("loss")
@@ -55,7 +40,10 @@ def test_dtypes_and_nesting_are_kept():
             assert all(jax.tree.leaves(kinds)), kinds
         means = js.host_mean(found)
         assert (means["int32"], means["inside/complex"]) == (LARGE, 1 + 2j)
-        assert means["inside/deeper/0"] == BATCH.sum() / 2
+        assert means["inside/deeper/0"] == 0.5
+    odd = step_of(lambda batch: {"odd": {"deep": [jax.random.key(0)]}})
+    with pytest.raises(ValueError, match=r"`loss_fn`.* metrics .*'odd.* key<fry>"):
+        odd.evaluate(odd.init(PARAMS), BATCH)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo._support.checks import warn_once
 from support.meshes import MESHES
 
 PARAMS = {"w": np.ones(64, np.float32)}
@@ -143,14 +142,3 @@ def test_keys_without_a_type_are_told_of_every_generator(impl):
             assert len(np.unique(metrics["noise"])) == len(np.unique(metrics["own"])) == 4
     one = step_of(loss, js.virtual_mesh({"replica": 1}), "none")
     one.init(PARAMS, model_state=RAW)  # warnings are errors
-
-
-def test_generators_that_draw_otherwise_under_vmap_are_told_once_on_a_virtual_mesh(monkeypatch):
-    virtual, keys = js.virtual_mesh({"replica": 2}), {"key": jax.random.key(0, impl="rbg")}
-    with jax.default_prng_impl("rbg"):
-        step_of(loss, js.make_mesh({"replica": 2})).init(PARAMS, model_state=keys)
-    monkeypatch.setattr("jaxslowmo.train._train_state._warn_once", warn_once())
-    step_of(loss, virtual).init(PARAMS)
-    with pytest.warns(UserWarning, match="'rbg' .* virtual mesh"):
-        step_of(loss, virtual).init(PARAMS, model_state=keys)
-    step_of(loss, virtual).init(PARAMS, model_state=keys)

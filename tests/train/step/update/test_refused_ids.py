@@ -175,14 +175,3 @@ def test_a_pipeline_loses_no_batch_and_loops_raise_at_their_end():
     loop = js.train_loop(step, step.init(DENSE), [GOOD[0], BAD], num_steps=2, prefetch=2)
     assert [next(loop).step, next(loop).step] == [1, 2]
     refuses(lambda: next(loop))
-
-
-def test_stages_that_make_ids_are_looked_at_behind_them():
-    step, host = local_step(), HOST[:2]
-    words = [{**b, "user": b["user"].astype(np.int64) * 1_000_003} for b in host]
-    hashing = jax.jit(lambda batch: {**batch, "user": batch["user"] // 1_000_003})
-    wanted = losses_of(js.TrainPipeline(step, step.init(DENSE), host))
-    pipeline = js.TrainPipeline(step, step.init(DENSE), words, stages=[hashing])
-    np.testing.assert_array_equal(losses_of(pipeline), wanted)
-    pipeline = js.TrainPipeline(step, step.init(DENSE), words, stages=[lambda batch: batch])
-    refuses(lambda: list(pipeline), "table 'user'")
