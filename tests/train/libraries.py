@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from flax.training.train_state import TrainState as FlaxState
 from jax.sharding import PartitionSpec as P
 
 REPLICAS, WIDTH, HIDDEN = 4, 8, 16
@@ -50,19 +49,6 @@ def plain(params):
     return stepped, start(params), PARTS, lambda params: params
 
 
-def flax(params):
-    def train_step(state, batch):
-        loss, grads = jax.value_and_grad(state.apply_fn)(state.params, batch)
-        return state.apply_gradients(grads=grads), {"loss": loss}
-
-    parts = {
-        "get_params": lambda state: state.params,
-        "set_params": lambda state, params: state.replace(params=params),
-    }
-    state = FlaxState.create(apply_fn=loss_fn, params=params, tx=ADAM)
-    return train_step, state, parts, lambda params: params
-
-
 class Model(nnx.Module):
     def __init__(self, params):
         for name, value in params.items():
@@ -91,4 +77,4 @@ def of_nnx(params):
     return train_step, (variables, rest), parts, lambda params: nnx.to_pure_dict(params)[0]
 
 
-FORMS = {"plain": plain, "flax": flax, "nnx": of_nnx}
+FORMS = {"plain": plain, "nnx": of_nnx}

@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.layered import language_model, tokens
 
 WIDTH, STEPS = 48, 8
 RANDOM = np.random.default_rng(0)
@@ -93,16 +92,3 @@ def test_replicas_that_are_sharded(name, explicit, mesh_of):
         for leaf in jax.tree.leaves(remembered(state)):
             assert leaf.addressable_shards[0].data.size * 4 == leaf.size
     check_near(ways[1], ways[0], 0.02)
-
-
-def test_stages():
-    """What a stage has moved is encoded where it is."""
-    model, layers = language_model(4)
-    mesh = js.make_mesh({"replica": 2, "stage": 2})
-    pipe = js.pipelined(model, layers, js.schedules.one_f_one_b(2, 2), mesh=mesh)
-    ways = []
-    for codec in (None, js.codecs.int8(block=32)):
-        sync = js.diloco("replica", sync_every=2, codec=codec, fragments=2)
-        step = js.make_train_step(pipe, optax.sgd(0.1), sync=sync, mesh=mesh)
-        ways.append(moved(step, layers, [tokens(8, seed) for seed in range(4)])[0])
-    check_near(ways[1], ways[0], 0.03)

@@ -151,26 +151,3 @@ def test_traced_for_a_device_each():
         found.append({phase: str(x.jaxpr) for phase, x in programs.items()})
         assert "reduce_scatter" in programs["slow"].lower().as_text()
     assert found[0] == found[1]
-
-
-def test_replicas_of_one_device_train_inside_of_programs_on_others():
-    """As for seeds, each on a device of its own with all of its replicas."""
-    mesh, seeds = js.virtual_mesh({"replica": REPLICAS}), js.make_mesh({"seed": 4})
-    step, state = made("make_train_step", "slowmo", mesh, donate=False)
-    batches = jnp.stack(BATCHES[:4])
-
-    def first(state, batch):
-        return jax.tree.map(lambda x: x[None], step(state, batch[0])[0])
-
-    split = jax.sharding.PartitionSpec("seed")
-    each = jax.shard_map(
-        first,
-        mesh=seeds,
-        in_specs=(jax.sharding.PartitionSpec(), split),
-        out_specs=split,
-        check_vma=False,
-    )
-    found = jax.device_get(jax.jit(each)(jax.device_get(state), batches))
-    for i, batch in enumerate(BATCHES[:4]):
-        own = jax.tree.map(lambda x, i=i: x[i], found)
-        assert_close(own, step(state, batch)[0])

@@ -309,6 +309,30 @@ factor = 1.0 + rank
 said["error"] = refused(lambda: trained(across, batches=mine))
 print(json.dumps(said))
 """
+# Counters in a loop of one's own, of which one falls behind.
+COUNTERS = """
+tx, mesh = js.chain(sgd, js.local_sgd("replica", sync_every=50)), js.make_mesh({"replica": 4})
+
+@js.bounded
+@jax.jit
+@functools.partial(jax.shard_map, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"))
+def step(params, state, keeps):
+    params, state, keeps = jax.tree.map(lambda x: x[0], (params, state, keeps))
+    updates, new = tx.update(params, state, params)
+    new = jax.tree.map(lambda a, b: jnp.where(keeps, b, a), new, state)
+    return jax.tree.map(lambda x: x[None], (optax.apply_updates(params, updates), new))
+
+params, t = js.replicate(jnp.ones(3), mesh=mesh), 0
+state = js.init(tx, params, mesh=mesh)
+
+def run():
+    global params, state, t
+    for t in range(30):
+        keeps = over(mesh, "replica")(np.array([t == 10 and r == 3 for r in range(4)]))
+        params, state = step(params, state, keeps)
+
+print(json.dumps({"error": refused(run), "t": t}))
+"""
 # Do the batches of several processes fit together? The last one: it changes how long they wait.
 FIT = """
 said = {}
@@ -345,7 +369,7 @@ print(json.dumps(said))
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
     """Return what each process has said in each of the programs, in their order."""
-    programs = "".join((PARTS, UNEVEN, SETTINGS, OTHER, FIT))
+    programs = "".join((PARTS, UNEVEN, SETTINGS, OTHER, COUNTERS, FIT))
     printed = two_processes(programs, tmp_path_factory.mktemp("pair"), devices=2)
     each = [[json.loads(x) for x in text.splitlines() if x.startswith("{")] for text in printed]
     return list(zip(*each, strict=True))
@@ -449,6 +473,12 @@ def test_the_step_of_another_library_trains_as_in_one_process(said):
         assert "processes: equations of `update`" in found["error"]
 
 
+def test_counters_are_compared(said):
+    for told in said[4]:
+        assert told["t"] == 15
+        assert "15 updates on replica 3 and 16 on replica" in told["error"]
+
+
 MATCHES = {
     "global, different": "after 0: .*processes 0 and 1 give",
     "later": r"after 2: .*float32\[4,3\] on process 0, float32\[6,3\] on process 1",
@@ -457,7 +487,7 @@ MATCHES = {
 
 def test_what_both_say_of_batches_that_do_not_fit(said):
     """The same on both, in one line; of one that is late, or alone with a shape, a warning."""
-    both = said[4]
+    both = said[5]
     for told in both:
         assert told["different"] == []
         (warning,) = told["alike"]

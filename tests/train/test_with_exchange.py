@@ -96,7 +96,7 @@ def assert_close(tree, expected, tolerance=2e-6):
         ("plain", "local_sgd", "virtual", "host", "shard_map"),
         ("plain", "slowmo of sgp", "devices", "host", "vmap"),
         ("plain", "fragments", "fsdp", "traced", "shard_map"),
-        ("flax", "slowmo of sgp", "fsdp", "traced", "vmap"),
+        ("nnx", "slowmo of sgp", "fsdp", "traced", "vmap"),
         ("nnx", "diloco", "devices", "host", "shard_map"),
     ],
 )

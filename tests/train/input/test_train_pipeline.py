@@ -110,9 +110,6 @@ def test_the_report_counts():
     assert report.batches == 4
     assert report.held in (0, 1)  # the fifth, if it was loaded in time
     assert [s.batches for s in report.stages[1:]] == [4 + report.held] * 3 + [4]
-    for s in report.stages:
-        assert s.busy_seconds > 0
-        np.testing.assert_allclose(s.busy_seconds + s.idle_seconds, report.seconds, rtol=1e-6)
     busy = {s.name: s.busy_seconds for s in report.stages[1:]}
     spent = {**busy, "load": report.waiting_seconds, "caller": report.caller_seconds}
     assert sum(spent.values()) <= report.seconds

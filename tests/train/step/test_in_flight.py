@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.pairs import two_processes
 
 MOST = 8
 
@@ -107,42 +106,3 @@ def test_a_counter_that_falls_behind_is_told_before_an_exchange_waits_for_it():
         if bad:
             with pytest.raises(ValueError, match=rf"{last - 1} updates on replica 2 .*{last} on"):
                 step(now, state, batch)
-
-
-ON_TWO = """
-import functools
-from types import SimpleNamespace
-import jax.numpy as jnp
-import numpy as np
-import optax
-from jax.sharding import PartitionSpec as P
-import jaxslowmo as js
-
-tx = js.chain(optax.sgd(0.1), js.local_sgd("replica", sync_every=50))
-mesh = js.make_mesh({"replica": 2})
-
-@js.bounded
-@jax.jit
-@functools.partial(jax.shard_map, mesh=mesh, in_specs=P("replica"), out_specs=P("replica"))
-def step(params, state, keeps):
-    params, state, keeps = jax.tree.map(lambda x: x[0], (params, state, keeps))
-    updates, new = tx.update(params, state, params)
-    new = jax.tree.map(lambda a, b: jnp.where(keeps, b, a), new, state)
-    return jax.tree.map(lambda x: x[None], (optax.apply_updates(params, updates), new))
-
-params = js.replicate(jnp.ones(3), mesh=mesh)
-state = js.init(tx, params, mesh=mesh)
-rows = jax.sharding.NamedSharding(mesh, P("replica"))
-try:
-    for t in range(30):
-        keeps = jax.make_array_from_process_local_data(rows, np.array([t == 10 and rank == 1]))
-        params, state = step(params, state, keeps)
-except ValueError as error:
-    print(t, str(error).partition(" updates on ")[2].partition(": see")[0])
-
-"""
-
-
-def test_counters_are_compared_between_processes(tmp_path):
-    told = "15 replica 1 and 16 on replica 0\n"
-    assert two_processes(ON_TWO, tmp_path) == [told] * 2

@@ -157,39 +157,3 @@ def test_a_loss_trains_as_on_the_whole_batch(seed, number):
             np.testing.assert_allclose(
                 state.params[name], each, rtol=1e-5, atol=1e-6, err_msg=str(run)
             )
-
-
-def layer(params, x):
-    return jnp.tanh(x @ params["w"])
-
-
-def looped_layer(params, x):
-    """The same by a loop from zeros."""
-    add = lambda total, both: (total + jnp.outer(both[0], both[1]), None)  # noqa: E731
-    return jnp.tanh(lax.scan(add, jnp.zeros(x.shape), (x.T, params["w"]))[0])
-
-
-def at_the_end(x, batch):
-    return jnp.mean((x - batch) ** 2)
-
-
-def averaged_at_the_end(x, batch):
-    return lax.pmean(at_the_end(x, batch), "replica")
-
-
-def test_in_stages():
-    mesh, ends = js.make_mesh({"replica": 2, "stage": 2}), []
-    params = [
-        {"w": PARAMS["w"][:, :1] * np.ones(8, np.float32) + np.float32(0.1 * i)} for i in range(2)
-    ]
-    for layers, loss in (([layer] * 2, at_the_end), ([looped_layer] * 2, averaged_at_the_end)):
-        model = js.LayeredModel(layers, loss)
-        pipe = js.pipelined(model, params, js.schedules.gpipe(2, 2), mesh=mesh)
-        step = js.make_train_step(pipe, optax.sgd(RATE), sync=SYNC["local_sgd"], mesh=mesh)
-        state = step.init(params)
-        for batch in GIVEN[:3]:
-            evaluated = step.evaluate(state, batch)["loss"]
-            state, metrics = step(state, batch)
-            np.testing.assert_allclose(metrics["loss"], evaluated, rtol=1e-5)
-        ends.append((np.mean(metrics["loss"]), step.consensus(state)))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), *ends)

@@ -63,23 +63,6 @@ def test_metrics_are_means_and_counters_those_of_the_first_device():
     np.testing.assert_array_equal(metrics["finite"], [1] * replicas)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sync"),
-    [
-        ("mesh", js.slowmo("replica", base=local, sync_every=1)),
-        ("virtual", js.only_finite(js.hierarchical_local_sgd({"replica": 1}))),
-    ],
-)
-def test_means_are_weighted(kind, sync):
-    """Values 1, 2, 3 of equal weight and one replica without data: 2, not 1.5."""
-    step = step_of(sync, kind)
-    for weight, mean in (([1, 1, 1, 0], 2.0), ([3, 1, 0, 0], 1.25), (None, 2.5), ([0] * 4, 0.0)):
-        batch = rows(1, 2, 3, np.nan if weight == [1, 1, 1, 0] else 4)
-        state, _ = step(started(step), batch, weight)
-        found = state.model_state["mean"]
-        np.testing.assert_allclose(found, np.full((4, 3), mean), rtol=1e-6)
-
-
 def test_gossip_sends_it_to_the_same_peers():
     """No all-reduce in any step; statistics go with the parameters, and are mixed at once."""
     graph = js.topology.directed_exponential(4)

@@ -37,8 +37,6 @@ def test_a_text_tells_values_apart_and_equal_ones_not():
     values += [None, True, 1, 1.0, "1", (1,), [1], optax.sgd, np.float32]
     every = [str(texts(value)) for value in values]
     assert len(set(every)) == len(every)
-    assert texts(object()) == {"": "builtins.object"}
-    assert texts(scaled(2.0)) == {"": f"{__name__}.scaled.<locals>.<lambda>"}
 
 
 def test_a_program_is_known_by_its_equations_and_its_constants():
