@@ -32,19 +32,16 @@ def without(specs, axis):
 
 SYNCS = {
     "local_sgd": js.local_sgd("replica", sync_every=2),
-    "sgp": js.sgp("replica", overlap=1),
     "slowmo": js.slowmo("replica", base=js.local_sgd("replica", sync_every=1), sync_every=2),
     "fragments": js.diloco("replica", sync_every=2, fragments=2),
 }
 
 
-def trained(sync, axes, places, *, is_virtual, gradients, mode):
+def trained(sync, axes, places, gradients, mode):
     """The mean after three steps, and the axes over which the step communicates."""
-    mesh = (js.virtual_mesh if is_virtual else js.make_mesh)(axes)
-    params = PARAMS
-    if not is_virtual:
-        laid = {name: NamedSharding(mesh, places[name]) for name in PARAMS}
-        params = jax.device_put(PARAMS, laid)
+    mesh = js.make_mesh(axes)
+    laid = {name: NamedSharding(mesh, places[name]) for name in PARAMS}
+    params = jax.device_put(PARAMS, laid)
     reduced = js.all_reduce_gradients(gradients) if gradients else None
     step = js.make_train_step(
         loss, optax.adam(0.1), sync=SYNCS[sync], gradients=reduced, mesh=mesh, mode=mode
@@ -56,27 +53,23 @@ def trained(sync, axes, places, *, is_virtual, gradients, mode):
     return jax.tree.map(np.asarray, step.consensus(state)), {row.axis for row in rows}
 
 
-CHOSEN = [
-    ("slowmo", "fsdp", "lies", "host"),
-    ("local_sgd", "fsdp", "averaged", "traced"),
-    ("sgp", "virtual", "lies", "traced"),
-    ("fragments", "alone", "averaged", "traced"),
+CASES = [
+    ("slowmo", True, False, "host"),
+    ("local_sgd", True, True, "traced"),
+    ("fragments", False, True, "traced"),
 ]
 
 
-@pytest.mark.parametrize(("sync", "place", "what", "mode"), CHOSEN)
-def test_a_step_trains_as_without_it(sync, place, what, mode):
+@pytest.mark.parametrize(("sync", "is_split", "is_averaged", "mode"), CASES)
+def test_a_step_trains_as_without_it(sync, is_split, is_averaged, mode):
     """Named in the layout of the parameters, and in the average of gradients."""
-    specs = SPECS if place == "fsdp" else ALONE
-    plain, inner = without(specs, "one"), {"fsdp": 2} if place == "fsdp" else {}
-    options = {"is_virtual": place == "virtual", "mode": mode}
-    averaged = ("replica", "one") if what == "averaged" else None
-    wanted, over = trained(
-        sync, {"replica": 2, **inner}, plain, gradients=averaged and "replica", **options
-    )
-    found, also_over = trained(
-        sync, {"replica": 2, "one": 1, **inner}, specs, gradients=averaged, **options
-    )
+    specs, inner = (SPECS, {"fsdp": 2}) if is_split else (ALONE, {})
+    ends = []
+    for one in ({}, {"one": 1}):
+        averaged = ("replica", *one) if is_averaged else None
+        places = specs if one else without(specs, "one")
+        ends.append(trained(sync, {"replica": 2, **inner, **one}, places, averaged, mode))
+    (wanted, over), (found, also_over) = ends
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
     assert not any("one" in str(axis) for axis in also_over), also_over
     assert len(over) == len(also_over)

@@ -57,11 +57,6 @@ def stateful(params, batch, *, model_state):
     return loss(params, batch), ({}, model_state)
 
 
-def compiled_of_shapes():
-    step = made(sync=local, mode="host")
-    return step.compiled(jax.eval_shape(lambda: step.init(PARAMS)), BATCHES[0])
-
-
 def wrong(call, *pairs, **others):
     """A row for each wrong argument, (name, value)."""
     return {
@@ -88,9 +83,6 @@ OF_STEPS = {
     "other replicas": Refusal(
         lambda: of_another(mesh=js.virtual_mesh({"replica": 4})), "`state`", "(4,)"
     ),
-    "other replicas, evaluated": Refusal(
-        lambda: of_another(mesh=js.virtual_mesh({"replica": 4}), use="evaluate"), "`state`", "(4,)"
-    ),
     "another optimizer": Refusal(lambda: of_another(adam), "`optimizer`", "0/count"),
     "another algorithm": Refusal(lambda: of_another(sync=js.diloco("replica")), "same `sync`"),
     "of independent replicas": Refusal(lambda: of_another(**none), "same `gradients`"),
@@ -103,7 +95,6 @@ OF_STEPS = {
             ("inside alone", js.chain(js.all_reduce_gradients("device"), adam), {"mesh": INNER}),
         )
     },
-    "sync as gradients": Refusal(lambda: made(gradients=local), "`gradients`", "`sync`"),
     "axis of sync": Refusal(lambda: made(sync=js.local_sgd("replcia")), "`sync`", "replcia"),
     "inner axis": Refusal(
         lambda: made(sync=js.only_finite(js.diloco("replica", local_axis_name="host"))), "host"
@@ -111,8 +102,6 @@ OF_STEPS = {
     "axis of gradients": Refusal(
         lambda: made(gradients=js.gradient_transform(sgd, axes="node")), "`gradients`", "node"
     ),
-    "no state": Refusal(lambda: made(**none)(PARAMS, BATCHES[0]), "`state`", "dict"),
-    "a counter without value": Refusal(compiled_of_shapes, "`state`", 'mode="traced"'),
     "loss of a dtype": Refusal(
         lambda: stepped(fn=lambda p, b: jnp.sum(b > 0), **none), "`loss_fn`", "int32"
     ),
@@ -164,9 +153,6 @@ OF_CHAINS = {
             {"mesh": INNER, "gradients": js.all_reduce_gradients("device")},
         ])
     },
-    "apart, of another's state": Refusal(
-        lambda: made().compiled(made(**none).init(PARAMS), BATCHES[0]), "the 2 replicas"
-    ),
     "left apart on devices": Refusal(
         lambda: started(mesh=INNER, sync=two_levels, **whole),
         "w (",
@@ -175,7 +161,6 @@ OF_CHAINS = {
     "MultiSteps": Refusal(lambda: started(gradients=optax.MultiSteps(mean, 2)), "MultiSteps"),
     "gradients twice": Refusal(lambda: made(js.chain(mean, sgd), **whole), "`gradients`"),
     "sync twice": Refusal(lambda: made(js.chain(sgd, local), sync=local), "`sync`"),
-    "two scales": Refusal(lambda: started(optax.chain(scale(sgd), scale(sgd)), **whole), "got 2"),
     "axis of a scale": Refusal(lambda: stepped(scale(sgd, "fsdp"), **whole), "`axes`", "fsdp"),
     "search": Refusal(
         lambda: stepped(optax.lbfgs(), mesh=INNER, sync=two_levels), "`value_fn`", "('device',)"
@@ -188,11 +173,11 @@ OF_CHAINS = {
 }  # fmt: skip
 
 
-def with_tables(optimizer=sgd, mesh=ONE, params=DENSE, **options):
+def with_tables(optimizer=sgd, mesh=ONE, **options):
     """The state of a step on one replica, where an average over replicas is wrong, too."""
     return step_of(
         1, mesh=mesh, embeddings=embeddings(axis=None), optimizer=optimizer, **options
-    ).init(params)
+    ).init(DENSE)
 
 
 OF_TABLES = {
@@ -206,17 +191,7 @@ OF_TABLES = {
             ("sam", "optax.contrib.sam", optax.contrib.sam(sgd, sgd)),
         )
     },
-    "rows through a chain": Refusal(
-        lambda: with_tables(gradients=optax.chain(mean, optax.scale(0.5))),
-        "`gradients`",
-        "optax.chain",
-    ),
     "axis of tables": Refusal(lambda: step_of(1, mesh=TWO, sync=local), "`mesh`"),
-    "tables of another shape": Refusal(
-        lambda: with_tables(params=js.embedding.WithTables(DENSE, {"item": np.zeros((3, 4))})),
-        "`params`",
-        "(3, 4)",
-    ),
 }
 
 
@@ -274,7 +249,6 @@ OF_RATES = {
     "two owners": Refusal(
         lambda: set_rate(optax.partition({"a": RATED, "b": RATED}, {"w": "a", "b": "b"})), "in 2"
     ),
-    "a schedule": Refusal(lambda: set_rate(INJECTED(lambda t: 0.1)), "`learning_rate`"),
     "a shape": Refusal(lambda: set_rate(learning_rate=np.ones(3)), "`learning_rate`", "(3,)"),
 }
 
@@ -292,8 +266,6 @@ def placed(batch=BATCHES[0], weight=None):
 OF_BATCHES = {
     "too few shares": Refusal(lambda: uneven((2, 3)), "`shares`", "got 1"),
     "another shape": Refusal(lambda: uneven((2, 3), (1, 3)), "`shares`", "(1, 3)"),
-    "no batch": Refusal(lambda: uneven(None, None), "`shares`", "[0, 1]"),
-    "on_exhausted": Refusal(lambda: uneven((2, 3), None, on_exhausted="x"), "`on_exhausted`", "x"),
     "run out": Refusal(
         lambda: uneven((2, 3), None, on_exhausted="raise"), "`on_exhausted`", "[1]", RuntimeError
     ),
@@ -333,9 +305,6 @@ OF_WINDOWS = {
     ),
     "of other parameters": Refusal(
         lambda: refused_window("__call__", OTHER), "`window`", "leaf 'b'"
-    ),
-    "a leaf more": Refusal(
-        lambda: refused_window(params={**PARAMS, "z": np.zeros(2, np.float32)}), "`state`", "['z']"
     ),
     "searched": Refusal(refused_window, "`value_fn`", "gone"),
 }

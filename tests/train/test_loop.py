@@ -6,13 +6,10 @@ import pytest
 import jaxslowmo as js
 from train.small_loop import BATCHES, Note, make_step, start
 
-
-@pytest.fixture(scope="module")
-def step():
-    return make_step()
+step = make_step()
 
 
-def test_results_and_hooks_come_in_the_order_of_steps(step):
+def test_results_and_hooks_come_in_the_order_of_steps():
     """Each hook when it is due, in the order given, before the result is yielded."""
     calls, found = [], []
     second = Note("b", calls, every=js.every(3, start=1, before="all"))
@@ -34,7 +31,7 @@ def test_results_and_hooks_come_in_the_order_of_steps(step):
     ]
 
 
-def test_stopping_early_takes_no_further_batch_and_goes_on_from_the_state(step):
+def test_stopping_early_takes_no_further_batch_and_goes_on_from_the_state():
     batches = iter(BATCHES)
     for result in js.train_loop(step, start(step), batches):
         if result.step == 3:
@@ -46,21 +43,16 @@ def test_stopping_early_takes_no_further_batch_and_goes_on_from_the_state(step):
     assert (again.step, again.phase) == (4, ("average",))
 
 
-def test_num_steps_is_the_number_of_the_last_step(step):
+def test_num_steps_is_the_number_of_the_last_step():
     batches = iter(BATCHES)
     assert [r.step for r in js.train_loop(step, start(step), batches, num_steps=2)] == [1, 2]
     assert len(list(batches)) == 4
     assert list(js.train_loop(step, start(step), BATCHES, num_steps=0)) == []
+    with pytest.raises(ValueError, match="after 6 of `num_steps`=9"):
+        list(js.train_loop(step, start(step), BATCHES, num_steps=9))
     _, last = js.train_loop(step, start(step), BATCHES, num_steps=2)
     with pytest.warns(UserWarning, match=r"has done 2 .*`num_steps`=2 "):
         assert list(js.train_loop(step, last.state, BATCHES, num_steps=2)) == []
     loop = js.train_loop(step, last.state, BATCHES, num_steps=np.array(4))
     steps = [result.step for result in loop]
     assert (steps, {type(x) for x in steps}) == ([3, 4], {int})
-
-
-def test_batches_that_end_early_raise_after_the_last_step(step):
-    loop = js.train_loop(step, start(step), BATCHES[:2], num_steps=3)
-    assert [next(loop).step, next(loop).step] == [1, 2]
-    with pytest.raises(ValueError, match="after 2 of `num_steps`=3"):
-        next(loop)

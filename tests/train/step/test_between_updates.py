@@ -60,9 +60,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_said_of_an_optimizer(name):
-    optimizer, exchange, said = CASES[name]
+@pytest.mark.parametrize(("optimizer", "exchange", "said"), CASES.values(), ids=CASES.keys())
+def test_what_is_said_of_an_optimizer(optimizer, exchange, said):
     step = js.make_train_step(lambda p, b: jnp.sum(b), optimizer, mesh=MESH, **exchange)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

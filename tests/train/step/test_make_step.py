@@ -1,7 +1,5 @@
 """What a loss function and the axes of replicas bring to a step."""
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -58,18 +56,3 @@ def test_a_loss_function_may_refuse_to_run():
             run(state, jnp.zeros((2, 3)))
     out_of_date.clear()
     step(state, jnp.zeros((2, 3)))
-
-
-def test_attributes_of_a_users_loss_are_its_own():
-    """`functools.singledispatch` makes a `dispatch`; a class may call anything `param_specs`."""
-
-    @functools.singledispatch
-    def loss(params, batch):
-        return ((batch @ params["w"]) ** 2).mean()
-
-    loss.param_specs = loss.tied_transform = loss.before_run = "of this program"
-    step = js.make_train_step(
-        loss, optax.sgd(0.1), sync=js.diloco("replica"), mesh=js.virtual_mesh({"replica": 2})
-    )
-    _, metrics = step(step.init({"w": jnp.ones(3)}), jnp.ones((4, 3)))
-    assert metrics["loss"].tolist() == [9.0, 9.0]
