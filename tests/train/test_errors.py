@@ -161,7 +161,6 @@ OF_CHAINS = {
     "MultiSteps": Refusal(lambda: started(gradients=optax.MultiSteps(mean, 2)), "MultiSteps"),
     "gradients twice": Refusal(lambda: made(js.chain(mean, sgd), **whole), "`gradients`"),
     "sync twice": Refusal(lambda: made(js.chain(sgd, local), sync=local), "`sync`"),
-    "axis of a scale": Refusal(lambda: stepped(scale(sgd, "fsdp"), **whole), "`axes`", "fsdp"),
     "search": Refusal(
         lambda: stepped(optax.lbfgs(), mesh=INNER, sync=two_levels), "`value_fn`", "('device',)"
     ),
@@ -221,17 +220,14 @@ OF_LOOPS = {
     ),
     "a pipeline, and more": Refusal(lambda: js.train_loop(pipeline(), prefetch=2), "`prefetch`"),
     "a function as hook": Refusal(lambda: loop(hooks=[print]), "`hooks`", "print"),
-    "a log's period": Refusal(lambda: js.train.Log(print, every=0), "`every`", 0),
     "no batches": Refusal(lambda: js.train_loop(make_step(), None), "`batches`"),
     "timeout without thread": Refusal(lambda: pipeline(timeout=1.0, depth=0), "`depth`", 0),
     "a function's updates": Refusal(
         lambda: pipeline(step=lambda s, b: (s, {}), accumulate=2), "js.make_train_step"
     ),
-    "no iterator": Refusal(lambda: next(pipeline(batches=None)), "`iterator`"),
     "no state": Refusal(lambda: next(pipeline(state={"w": 1.0})), "`state`", "dict"),
     **wrong(ahead, ("mode", "late"), ("num_exact", 2)),
     "no room": Refusal(lambda: ahead(mode="patched", room=0.0), "`room`", 0.0),
-    "stale without thread": Refusal(lambda: ahead(mode="stale", depth=0), "`depth`"),
 }  # fmt: skip
 INJECTED = optax.inject_hyperparams(optax.sgd)
 RATED = INJECTED(learning_rate=1.0)
@@ -273,7 +269,6 @@ OF_BATCHES = {
         f"batch {x.shape}": Refusal(functools.partial(placed, {"x": x}), "`batch`", f"x {x.shape}")
         for x in (np.ones((5, 8)), np.ones((0, 8)))
     },
-    "lists": Refusal(lambda: placed({"x": [[1.0] * 8] * 4}), "np.asarray", "24 more"),
     "no examples": Refusal(lambda: placed({"x": np.ones((1, 8)), "y": 1}), "`batch`", "x (1, 8)"),
     "microbatches": Refusal(
         lambda: stepped(batch=np.ones((8, 8)), accumulate=3, **none), "`accumulate`", 3
@@ -300,9 +295,6 @@ def refused_window(use="apply", params=PARAMS, weight=None):
 OTHER = {name: np.zeros(5, np.float32) for name in PARAMS}
 OF_WINDOWS = {
     "of another step": Refusal(lambda: refused_window("other"), "`step.collect`"),
-    "weights of some": Refusal(
-        lambda: refused_window("collect", weight=np.ones(2)), "`weight`", "none"
-    ),
     "of other parameters": Refusal(
         lambda: refused_window("__call__", OTHER), "`window`", "leaf 'b'"
     ),

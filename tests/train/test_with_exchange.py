@@ -247,21 +247,11 @@ def returning(what):
 REFUSED = {
     "reset": Refusal(lambda: made("reset"), "`inner_state`", "`get_opt_state`"),
     "rate": Refusal(lambda: made("rate"), "`learning_rate`", "`get_opt_state`"),
-    "no setter": Refusal(
-        lambda: made(get_opt_state=MOMENTS["get_opt_state"]), "`set_opt_state`", None
-    ),
     "sync": Refusal(lambda: made(ADAM), "`sync`", "js.ParameterTransform"),
-    "axis": Refusal(lambda: made(js.local_sgd("data")), "`sync`", "['data']"),
     "an axis that is mapped": Refusal(
         lambda: made(mesh=MESHES["fsdp"](), map_with="vmap", gradients=MEAN), "`gradients`", "fsdp"
     ),
     "an argument less": Refusal(lambda: called(in_axes=(0, None)), "`in_axes`", "1 further"),
-    "integers": Refusal(
-        lambda: made().init(start({"n": np.int32([1])}, optax.sgd(0.1))), "floating"
-    ),
-    "old arrays": Refusal(
-        lambda: started(set_params=lambda state, new: state), "`params`", "old arrays"
-    ),
     "another form": Refusal(
         lambda: started(statistics=(lambda state: (state["mean"],), STATISTICS[1])),
         "`statistics`",
@@ -274,7 +264,6 @@ REFUSED = {
     "the other order": Refusal(
         returning(lambda state, metrics: (metrics["loss"], state)), "`train_step`", "1 arrays"
     ),
-    "a leaf": Refusal(lambda: made().init(start(PARAMS) | {"act": jax.nn.relu}), "act ("),
 }
 
 

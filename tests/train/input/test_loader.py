@@ -161,3 +161,14 @@ def test_the_end_does_not_wait_for_a_batch_for_ever(monkeypatch):
     assert len(loaders()) == 1
     batches.gate.set()
     wait_until(lambda: loaders() == [])
+
+
+def test_an_error_in_a_hook_ends_the_thread():
+    def fail(result):
+        raise OSError("full")
+
+    fail.every, step = 2, small_step()
+    loop = js.train_loop(step, start(step), itertools.cycle(BATCHES), hooks=[fail], prefetch=2)
+    with pytest.raises(OSError, match="full"):
+        list(loop)
+    assert loaders() == []

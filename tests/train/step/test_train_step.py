@@ -14,7 +14,6 @@ from train.step.problem import (
     BATCHES,
     KINDS,
     PARAMS,
-    RATE,
     assert_close,
     loss,
     slow_over_local,
@@ -68,32 +67,6 @@ def test_a_donated_state_is_refused_and_still_tells_its_shapes(mode):
     state = step.init(source)
     step(state, BATCHES[0])
     assert not any(x.is_deleted() for x in jax.tree.leaves(state))
-
-
-def test_resuming_at_any_step_gives_the_same_bits():
-    """Of one step object on states of several times, which it does not mix up."""
-
-    def make():
-        optimizer = optax.sgd(RATE, momentum=0.9)
-        return js.make_train_step(
-            loss, optimizer, sync=slow_over_local(), mesh=VIRTUAL, mode="host"
-        )
-
-    def saved(state):
-        return jax.tree.map(np.array, state)
-
-    whole, other = make(), make()
-    state, saves, phases = whole.init(PARAMS), [], []
-    for batch in BATCHES:
-        saves.append(saved(state))
-        phases.append(whole.next_phase(state))
-        state, _ = whole(state, batch)
-    assert phases == [(), ("average",), (), ("slow",), (), ("average",)]
-    assert [other.next_phase(save) for save in saves] == phases
-    for t in (5, 3, 2):
-        resumed, _ = train(other, saves[t], BATCHES[t:])
-        jax.tree.map(np.testing.assert_array_equal, resumed.params, state.params)
-        assert np.array_equal(resumed.step, state.step)
 
 
 @pytest.mark.parametrize(("case", "mode"), [("auto", "host"), ("fsdp", "traced")])

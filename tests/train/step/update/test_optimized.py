@@ -130,10 +130,6 @@ def test_only_the_optimizer_is_told_and_it_may_take_no_more_than_it_knows():
     step(state, BATCHES[0], [1, 2])
     # The step does not see how `recording` averages, so there is no average of the loss.
     assert seen == [["weight"], ["grad", "value_fn", "weight"]]
-    sam = promoting(optax.contrib.sam(optax.sgd(0.1), optax.sgd(0.01), sync_period=2))
-    sync = js.local_sgd("replica", sync_every=2)
-    state = trained(optax.chain(optax.clip(1.0), sam), mesh, batches=BATCHES[:2], sync=sync)
-    assert np.any(state.params["w"][0] != PARAMS["w"])
 
 
 def test_what_is_not_used_is_not_sent():
