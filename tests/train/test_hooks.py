@@ -20,15 +20,16 @@ TABLES = RNG.normal(size=(4, 2, 6)).astype(np.float32)
 def test_mean_over_replicas_of_any_shape(mesh_of):
     mesh = mesh_of({"replica": 4, "device": 2})
     lies = NamedSharding(mesh, P("replica", "device"))
-    metrics = {"loss": VECTORS[:, 0], "tables": jax.device_put(TABLES, lies)}
-    found = js.host_mean(metrics | {"empty": TABLES[:, :, :0]})
+    metrics = {"loss": jnp.asarray(VECTORS[:, 0]), "tables": jax.device_put(TABLES, lies)}
+    found = js.host_mean(metrics | {"empty": jnp.zeros((4, 2, 0))})
     assert type(found["loss"]) is float
     np.testing.assert_allclose(found["loss"], VECTORS[:, 0].mean(), rtol=1e-6)
     assert found["tables"].dtype == np.float64
     assert found["empty"].shape == (2, 0)
     np.testing.assert_allclose(found["tables"], TABLES.astype(np.float64).mean(0))
-    values = np.float32([[0, 1], [1, 1], [0, 1], [np.nan, 0]])  # the last has weight 0
-    found = js.host_mean({"each": values, "is": values > 0, "one": values[:, 0], "weight": WEIGHTS})
+    values = jnp.array([[0, 1], [1, 1], [0, 1], [np.nan, 0]])  # the last has weight 0
+    given = {"each": values, "is": values > 0, "one": values[:, 0]}
+    found = js.host_mean(given | {"weight": jnp.asarray(WEIGHTS)})
     np.testing.assert_allclose(found["each"], [2 / 6, 1])
     np.testing.assert_allclose(found["is"], [2 / 6, 1])
     assert found["one"] == pytest.approx(2 / 6)

@@ -34,11 +34,11 @@ def test_the_rate_of_all_replicas(mesh, mode, compilations):
         assert state.params["w"] is given.params["w"]
         state, _ = step(state, BATCH)
         moved += float(np.mean(rate))
-        np.testing.assert_allclose(np.mean(state.params["w"], axis=0), np.full(3, -moved))
+        np.testing.assert_allclose(np.asarray(state.params["w"]).mean(0), np.full(3, -moved))
         assert compilations.count == compiled
     state.opt_state.hyperparams["learning_rate"] = 0.5  # assigned
     state, _ = step(state, BATCH)
-    np.testing.assert_allclose(np.mean(state.params["w"], axis=0), np.full(3, -moved - 0.5))
+    np.testing.assert_allclose(np.asarray(state.params["w"]).mean(0), np.full(3, -moved - 0.5))
     after = state.opt_state.hyperparams["learning_rate"]
     assert (after.shape, after.dtype, after.sharding) == ((2,), before.dtype, before.sharding)
 

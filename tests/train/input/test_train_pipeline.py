@@ -25,6 +25,7 @@ from train.input.small import (
     small_step,
     start,
 )
+from train.small_loop import Note
 
 
 def test_another_iterator_comes_after_what_is_held():
@@ -115,3 +116,13 @@ def test_the_report_counts():
     assert sum(spent.values()) <= report.seconds
     assert report.slowest == max(spent, key=spent.get)
     assert str(report).startswith("4 batches in ")
+
+
+def test_a_loop_around_a_pipeline_calls_a_hook_and_goes_on_in_another():
+    """With its batches, state and numbers."""
+    calls, pipeline = [], pipeline_of(BATCHES)
+    losses = losses_of(js.train_loop(pipeline, num_steps=4, hooks=[Note("a", calls, every=2)]))
+    more = list(js.train_loop(pipeline))
+    assert [r.step for r in more] == [5, 6, 7, 8, 9]
+    assert_same(losses + losses_of(more), plain())
+    assert [step for _, step, _ in calls] == [2, 4]

@@ -70,22 +70,3 @@ def test_what_is_said_of_an_optimizer(optimizer, exchange, said):
     messages = [str(x.message) for x in caught]
     assert len(messages) == (said is not None), messages
     assert all(part in messages[0] for part in said or ()), messages
-
-
-def test_an_optimizer_that_fails_for_want_of_the_loss_is_told_of_chains():
-    """What it raises is its own, whatever it is."""
-
-    class OwnError(Exception):
-        pass
-
-    def update(updates, state, params=None, *, value=None, **extra):
-        if value is None:
-            raise OwnError("no loss")
-        return updates, state
-
-    asks = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    hidden = optax.chain(js.all_reduce_gradients("replica"), asks)
-    step = js.make_train_step(lambda p, b: jnp.sum(p["w"]) * jnp.mean(b), hidden, mesh=MESH)
-    with pytest.raises(OwnError, match="no loss") as raised:
-        step(step.init(PARAMS), np.ones(4, np.float32))
-    assert any("js.chain" in note and "`value`" in note for note in raised.value.__notes__)

@@ -133,9 +133,11 @@ def test_what_a_local_step_sends_under_vmap_is_named_once(mesh_of, door, mode):
         train_step = lambda params, batch: (params, {"loss": loss(params, batch)})  # noqa: E731
         return js.with_exchange(train_step, sync, **parts, **options)
 
-    for sync in (js.local_sgd("replica", sync_every=4), js.sgp("replica")):
+    for sync, is_local in (
+        (js.local_sgd("replica", sync_every=4), True),
+        (js.sgp("replica"), False),
+    ):
         weights = {"w": jax.device_put(np.ones((8, 16), np.float32), place)}
-        is_local = sync.phase(1) == ()
         step = made(loss if is_local else plain, sync)
         state = step.init(weights)
         if is_local:

@@ -69,7 +69,7 @@ def syncs(algorithm, base, **options):
 
 
 @pytest.mark.filterwarnings("ignore:slowmo without a `base`")
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(
     algorithm=st.sampled_from(["local_sgd", "slowmo", "diloco"]),
     codec=st.sampled_from([None, js.codecs.int8(), js.codecs.int4(error_feedback=False)]),

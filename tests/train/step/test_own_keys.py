@@ -109,18 +109,6 @@ def test_keys_that_a_loss_uses_raw_become_the_replicas_own():
     assert np.array_equal(state.model_state["ids"], [[0, 1]] * 2)
 
 
-def test_replica_0_draws_what_one_replica_would():
-    found = []
-    for replicas, sync, options in ((4, AVERAGE, {"model_state": "broadcast"}), (1, "none", {})):
-        step = step_of(loss, js.virtual_mesh({"replica": replicas}), sync, **options)
-        start = {"key": jax.random.key(5), "count": jnp.uint32(0)}
-        found.append(trained(step, step.init(PARAMS, model_state=start)))
-    (state, kept), (_, alone) = found
-    assert len(np.unique(kept)) == kept.size
-    assert np.array_equal(state.model_state["count"], [3] * 4)
-    assert np.array_equal(kept[:, 0], alone[:, 0])
-
-
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_keys_without_a_type_are_told_of_every_generator(impl):
     """Some have four words. All replicas draw alike from raw ones; typed ones become their own."""

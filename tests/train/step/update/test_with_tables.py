@@ -20,14 +20,12 @@ from train.step.tables import DENSE, REPLICAS, SIZES, batches, embeddings, step_
     [
         ({"replica": 8}, "local_sgd", "traced", 0.04),
         ({"replica": 4, "shard": 2}, "slowmo", "traced", 0.08),
-        ({"virtual": 2}, "diloco", "traced", 0.08),
         ({"replica": 2, "shard": 4}, "diloco", "host", 0.02),  # of a local step
     ],
 )
 def test_memory_of_a_step_that_decides_what_is_due(axes, name, mode, limit):
     """Tables stay where they are in local updates, and are exchanged block by block."""
-    is_virtual, shards = "virtual" in axes, axes.get("shard", 1)
-    mesh = js.virtual_mesh({"replica": 2}) if is_virtual else js.make_mesh(axes)
+    mesh, shards = js.make_mesh(axes), axes.get("shard", 1)
     made = js.embeddings(
         {"item": js.Table(shards << 18, 16)},
         axis_name="shard" if shards > 1 else None,
