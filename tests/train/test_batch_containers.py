@@ -98,12 +98,7 @@ def test_what_replicas_cannot_share_out_is_named(name):
     for place in MESHES:
         step = step_of(place)
         state = step.init({"w": np.float32(1)})
-        uses = [
-            step,
-            step.evaluate,
-            step.collect,
-            lambda _, batch, step=step: step.place(batch),
-        ]
+        uses = [step, step.evaluate, step.collect, lambda _, batch, step=step: step.place(batch)]
         if name == "sparse" and place == "devices":
             lies = NamedSharding(step.mesh, P("replica"))
             uses.append(lambda state, b, step=step, lies=lies: step(state, jax.device_put(b, lies)))

@@ -31,10 +31,7 @@ CASES = [
 def loss_fn(params, batch, *, rng, model_state):
     y = jnp.tanh(batch @ params["w"] + params["b"][None])
     y = y * jax.random.bernoulli(rng, 0.9, y.shape).astype(y.dtype)
-    state = {
-        "mean": 0.9 * model_state["mean"] + 0.1 * y.mean(0),
-        "seen": model_state["seen"] + 1,
-    }
+    state = {"mean": 0.9 * model_state["mean"] + 0.1 * y.mean(0), "seen": model_state["seen"] + 1}
     return jnp.mean(y**2), ({"largest": jnp.max(y)}, state)
 
 
@@ -43,8 +40,7 @@ def program(sync, mesh, mode):
     step = js.make_train_step(
         loss_fn,
         js.chain(
-            js.clip_by_global_norm(1.0),
-            optax.inject_hyperparams(optax.adam)(learning_rate=0.1),
+            js.clip_by_global_norm(1.0), optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
         ),
         sync=sync,
         mesh=mesh,

@@ -68,7 +68,7 @@ def loss_fn(params, batch):
 
 
 def trained(chains, mode, sync="given"):
-    """Return phases and parameters of two steps in turn; `chains` has optimizer and sync of each."""
+    """Return phases and parameters of two steps in turn, of pairs of optimizer and sync."""
     steps = [
         js.make_train_step(
             loss_fn, optimizer, sync=sync, mesh=js.make_mesh({"replica": 4}), mode=mode

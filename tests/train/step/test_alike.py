@@ -17,17 +17,7 @@ from jax.sharding import AxisType
 import jaxslowmo as js
 from support.exhaustive import sweep
 from train.step.problem import covering
-from train.step.tables import (
-    DENSE,
-    RATE,
-    SIZES,
-    batches,
-    embeddings,
-    loss,
-    rowwise,
-    step_of,
-    whole,
-)
+from train.step.tables import DENSE, RATE, SIZES, batches, embeddings, loss, rowwise, step_of, whole
 
 UPDATES = 5
 WEIGHTS = np.float32([[1, 3], [0, 2], [2, 0], [1, 1], [0, 0]])

@@ -27,10 +27,7 @@ def rate_of_count(count):
     return rate(count.astype(jnp.float32))
 
 
-OPTIMIZERS = {
-    "adam": optax.adam(rate_of_count),
-    "momentum": optax.sgd(rate_of_count, momentum=0.9),
-}
+OPTIMIZERS = {"adam": optax.adam(rate_of_count), "momentum": optax.sgd(rate_of_count, momentum=0.9)}
 SYNCS = {
     "local_sgd": lambda **o: js.local_sgd("replica", sync_every=4, **o),
     "diloco": lambda **o: js.diloco("replica", sync_every=4, **o),

@@ -23,11 +23,7 @@ def reduced(gradients, loss_fn=loss_fn, **options):
     """Names of the leaves in each all-reduced buffer, in the order of the program."""
     names = {a * b: name for name, (a, b) in WIDTHS.items()} | {49: "ba", 64: "cba"}
     step = js.make_train_step(
-        loss_fn,
-        optax.sgd(0.1),
-        gradients=gradients,
-        mesh=js.make_mesh({"replica": 2}),
-        **options,
+        loss_fn, optax.sgd(0.1), gradients=gradients, mesh=js.make_mesh({"replica": 2}), **options
     )
     (traced,) = step.traced_by_phase(jax.eval_shape(step.init, PARAMS), BATCH).values()
     found = re.findall(r"\}\) : \(tensor<(\d+)xf32>\) -> tensor<\1xf32>", traced.lower().as_text())

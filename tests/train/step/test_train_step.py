@@ -10,15 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from train.step.problem import (
-    BATCHES,
-    KINDS,
-    PARAMS,
-    assert_close,
-    loss,
-    slow_over_local,
-    train,
-)
+from train.step.problem import BATCHES, KINDS, PARAMS, assert_close, loss, slow_over_local, train
 
 VIRTUAL = js.virtual_mesh({"replica": 2})
 

@@ -82,12 +82,7 @@ WRAPPED = js.gradients.skip_unused(js.chain(both, polyak), ("replica", "device")
 CASES = {
     "reduce_on_plateau": ("virtual", {"replica": 4}, PLATEAU, {"gradients": average}),
     "all_gather": ("devices", TWO, polyak, {"gradients": GATHERED}),
-    "wrapped": (
-        "devices",
-        LEVELS,
-        polyak,
-        {"gradients": optax.identity(), "optimizer": WRAPPED},
-    ),
+    "wrapped": ("devices", LEVELS, polyak, {"gradients": optax.identity(), "optimizer": WRAPPED}),
     "search": ("devices", TWO, BACKTRACKING, {"sync": local, "accumulate": 2, "fn": loss}),
 }
 

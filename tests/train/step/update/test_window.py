@@ -31,10 +31,7 @@ def test_a_window_is_reduced_once(axes):
     """As `js.comm_report` tells: nothing between replicas in a batch that is only collected."""
     size, gradients = sum(x.nbytes for x in jax.tree.leaves(PARAMS)), tuple(axes)
     step = js.make_train_step(
-        plain,
-        optax.sgd(0.1),
-        gradients=js.all_reduce_gradients(gradients),
-        mesh=js.make_mesh(axes),
+        plain, optax.sgd(0.1), gradients=js.all_reduce_gradients(gradients), mesh=js.make_mesh(axes)
     )
     state = step.init(PARAMS)
     window, _ = step.collect(state, BATCHES[0])
