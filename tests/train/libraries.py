@@ -1,10 +1,11 @@
-"""Training steps of one replica as other libraries write them."""
+"""A small model, and its training steps of one replica as other libraries write them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 REPLICAS, WIDTH, HIDDEN = 4, 8, 16
@@ -19,9 +20,23 @@ SPECS = {"bias": P(), "in": P(None, "fsdp"), "out": P("fsdp")}
 ADAM = optax.adam(0.02, eps=1e-4)
 
 
-def loss_fn(params, batch):
-    found = jnp.tanh(batch @ params["in"]) @ params["out"] + params["bias"][None]
+def loss_fn(params, batch, hidden=jnp.tanh):
+    found = hidden(batch @ params["in"]) @ params["out"] + params["bias"][None]
     return jnp.mean((found - batch) ** 2)
+
+
+def placed(mesh):
+    """Return the parameters, sharded if the mesh has an axis for it."""
+    if "fsdp" not in mesh.shape:
+        return PARAMS
+    return {name: jax.device_put(x, NamedSharding(mesh, SPECS[name])) for name, x in PARAMS.items()}
+
+
+def assert_close(tree, expected):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=3e-6, atol=3e-6),
+        *jax.device_get((tree, expected)),
+    )
 
 
 def stepped(state, batch, reduce_gradients=lambda grads: grads, optimizer=ADAM):

@@ -23,7 +23,9 @@ from train.libraries import (
     REPLICAS,
     SPECS,
     WIDTH,
+    assert_close,
     loss_fn,
+    placed,
     start,
     stepped,
 )
@@ -54,12 +56,6 @@ SCHEDULED = optax.inject_hyperparams(optax.sgd)(
 )
 
 
-def placed(mesh):
-    if "fsdp" not in mesh.shape:
-        return PARAMS
-    return {name: jax.device_put(x, NamedSharding(mesh, SPECS[name])) for name, x in PARAMS.items()}
-
-
 @functools.cache
 def reference(sync, optimizer=ADAM, is_weighted=False, gradients=None):
     """Return the step of this package on virtual replicas, and its last state."""
@@ -81,13 +77,6 @@ def run(step, state, **options):
         given = {name: values[i] for name, values in options.items()}
         state, metrics = step(state, batch, **given)
     return state, metrics
-
-
-def assert_close(tree, expected, tolerance=2e-6):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance),
-        *jax.device_get((tree, expected)),
-    )
 
 
 @pytest.mark.parametrize(

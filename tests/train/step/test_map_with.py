@@ -11,17 +11,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from train.libraries import BATCHES, SPECS, WIDTH, assert_close, loss_fn, placed
 
-REPLICAS, WIDTH, HIDDEN = 2, 8, 16
+REPLICAS = 2
+
 AXES = {"replica": REPLICAS, "data": 2, "fsdp": 2}
-RANDOM = np.random.default_rng(0)
-BATCHES = RANDOM.normal(size=(7, 4 * REPLICAS, WIDTH)).astype(np.float32)
-PARAMS = {
-    "bias": np.zeros(WIDTH, np.float32),
-    "in": 0.3 * RANDOM.normal(size=(WIDTH, HIDDEN)).astype(np.float32),
-    "out": 0.3 * RANDOM.normal(size=(HIDDEN, WIDTH)).astype(np.float32),
-}
-SPECS = {"bias": P(), "in": P(None, "fsdp"), "out": P("fsdp")}
 PARTS = {
     "sync": lambda: {"sync": js.diloco("replica", sync_every=3)},
     "gradients": lambda: {"gradients": js.all_reduce_gradients("replica")},
@@ -30,11 +24,6 @@ PARTS = {
         "gradients": js.clip_by_global_norm(0.5),
     },
 }
-
-
-def loss_fn(params, batch, hidden=jnp.tanh):
-    out = hidden(batch @ params["in"]) @ params["out"] + params["bias"][None]
-    return jnp.mean((out - batch) ** 2), {"mean": jnp.mean(out)}
 
 
 def nested_on(mesh):
@@ -47,12 +36,6 @@ def nested_on(mesh):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     return functools.partial(loss_fn, hidden=hidden)
-
-
-def placed(mesh):
-    if "fsdp" not in mesh.shape:
-        return PARAMS
-    return {name: jax.device_put(x, NamedSharding(mesh, SPECS[name])) for name, x in PARAMS.items()}
 
 
 def trained(loss, mesh, parts, **options):
@@ -70,13 +53,6 @@ def trained(loss, mesh, parts, **options):
 def known(parts):
     _, state, metrics = trained(loss_fn, js.virtual_mesh({"replica": REPLICAS}), parts)
     return jax.device_get(state.params), metrics
-
-
-def assert_close(tree, expected):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=3e-6, atol=3e-6),
-        *jax.device_get((tree, expected)),
-    )
 
 
 @pytest.mark.parametrize(
