@@ -67,10 +67,10 @@ def wrong(call, *pairs, **others):
     }
 
 
-def of_another(optimizer=sgd, mesh=TWO, use="__call__", **options):
+def of_another(optimizer=sgd, mesh=TWO, **options):
     """Use a state of a step with another mesh, optimizer or algorithm."""
     state = made(optimizer, mesh=mesh, **(options or whole)).init(PARAMS)
-    getattr(made(**whole), use)(state, BATCHES[0])
+    made(**whole)(state, BATCHES[0])
 
 
 OF_STEPS = {
@@ -280,23 +280,20 @@ OF_BATCHES = {
 }
 
 
-def refused_window(use="apply", params=PARAMS, weight=None):
-    """Use a window of one batch without weights."""
+def refused_window(params=PARAMS, is_another=False, calls=False):
+    """Use a window of one batch."""
     step = made(optax.lbfgs(), **none)
     window, _ = step.collect(step.init(PARAMS), BATCHES[0])
+    step = made(optax.lbfgs(), **none) if is_another else step
     state = step.init(params)
-    if use == "other":
-        return made(optax.lbfgs(), **none).apply(state, window)
-    if use == "apply":
-        return step.apply(state, window)
-    return getattr(step, use)(state, BATCHES[0], weight, window=window)
+    return step(state, BATCHES[0], window=window) if calls else step.apply(state, window)
 
 
 OTHER = {name: np.zeros(5, np.float32) for name in PARAMS}
 OF_WINDOWS = {
-    "of another step": Refusal(lambda: refused_window("other"), "`step.collect`"),
+    "of another step": Refusal(lambda: refused_window(is_another=True), "`step.collect`"),
     "of other parameters": Refusal(
-        lambda: refused_window("__call__", OTHER), "`window`", "leaf 'b'"
+        lambda: refused_window(OTHER, calls=True), "`window`", "leaf 'b'"
     ),
     "searched": Refusal(refused_window, "`value_fn`", "gone"),
 }

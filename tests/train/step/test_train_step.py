@@ -1,4 +1,8 @@
-"""A step inside other programs, on donated states, resumed, and what it compiles."""
+"""A step and its states: inside other programs, donated, copied, evaluated, and what compiles."""
+
+import copy
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -93,3 +97,94 @@ def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compila
         assert (compilations.count > before) == is_new
         seen.add(phase)
     assert len(traces) == programs
+
+
+def test_a_run_reads_the_counter_once():
+    """Those of later states follow from it; of a state that comes from elsewhere it is read."""
+    step, phases = step_of(mode="host", donate=False), []
+    state = step.init(PARAMS)
+    for batch in BATCHES:
+        phases.append(step.next_phase(state))
+        state, _ = step(state, batch)
+    assert phases == 2 * [(), (), ("average",)]
+    reads, real = [], type(state.step).__array__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            type(state.step), "__array__", lambda x, *a, **o: reads.append(x) or real(x, *a, **o)
+        )
+        for _ in js.train_loop(step, state, list(BATCHES[:4])):
+            pass
+    assert {x.tolist()[0] for x in reads} == {6}  # by the loop, which counts on from there
+    fresh = jax.tree.map(jnp.copy, state)
+    assert step.next_phase(fresh) == ()
+    assert step.next_phase(step(fresh, BATCHES[0])[0]) == ()
+
+
+def drawing(params, batch, *, rng, model_state):
+    seen = model_state["count"]
+    metrics = {"drawn": jax.random.uniform(rng), "mean": batch.mean(), "seen": seen}
+    return loss(params, batch), (metrics, {"count": seen + 1})
+
+
+def test_metrics_are_those_of_the_next_update(mesh_of):
+    """With the key of the next update, and the model state that training would see."""
+    options = {"mesh": mesh_of({"replica": 2, "device": 2}), "model_state": "broadcast"}
+    sync = js.local_sgd("replica", sync_every=9)
+    step = js.make_train_step(drawing, optax.adam(0.1), sync=sync, **options)
+    state, _ = step(step.init(PARAMS, model_state={"count": jnp.zeros(())}), BATCHES[0])
+    state = state._replace(model_state={"count": jnp.arange(2.0)})
+    before = jax.tree.map(np.asarray, jax.tree.leaves(state._replace(rng=())))
+    for weight in (None, [2.0, 0.0]):
+        found = step.evaluate(state, BATCHES[1], weight)
+        again = step.evaluate(state, BATCHES[1], weight)
+        assert found.keys() == {"drawn", "mean", "seen", "loss"} | ({"weight"} if weight else set())
+        jax.tree.map(np.testing.assert_array_equal, found, again)
+        assert all(map(np.array_equal, before, jax.tree.leaves(state._replace(rng=()))))
+        if weight is None:
+            assert found["seen"].tolist() == [0, 0]
+    _, wanted = step(state, BATCHES[1], weight)
+    for name in wanted:
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-6, err_msg=name)
+    assert found["loss"][1] == 0
+    with pytest.raises(ValueError, match="`state`"):  # it was donated
+        step.evaluate(state, BATCHES[0])
+
+
+def test_replicas_start_alike_but_for_their_keys():
+    step, source = step_of(js.make_mesh({"replica": 4})), jax.tree.map(jnp.asarray, PARAMS)
+    state, again, other = (
+        step.init(source, model_state={"n": jnp.zeros(2)}, seed=seed) for seed in (1, 1, 2)
+    )
+    assert state.step.tolist() == [0] * 4
+    for name, x in PARAMS.items():
+        np.testing.assert_array_equal(state.params[name], np.stack([x] * 4))
+    assert state.model_state["n"].shape == (4, 2)
+    assert jax.tree.leaves(state.opt_state)[0].shape[0] == 4
+    bits = [np.asarray(s.rng) for s in (state, again, other)]
+    assert len({row.tobytes() for row in (*bits[0], *bits[2])}) == 8
+    np.testing.assert_array_equal(bits[0], bits[1])
+
+
+def test_copies_train_on_and_nothing_of_a_state_is_kept():
+    step = step_of(mode="host", donate=False)
+    state = step.init(PARAMS)
+    for batch in BATCHES[:3]:
+        state, _ = step(state, batch)
+    wanted = jax.tree.map(np.asarray, step(state, BATCHES[3])[0].params)
+    for other in (copy.copy(state), copy.deepcopy(state), state._replace(rng=state.rng)):
+        assert_close(step(other, BATCHES[3])[0].params, wanted, atol=0)
+    leaves = [weakref.ref(x) for x in jax.tree.leaves((state.params, state.opt_state))]
+    del state, other
+    gc.collect()
+    assert not any(leaf() is not None for leaf in leaves)
+
+
+def test_the_optimizers_state_of_one_copy_goes_on_on_every_replica():
+    """A state of another optimizer is refused by name, before anything runs."""
+    step, params = step_of(), {"w": jnp.ones(3)}
+    known = optax.adam(0.1).init(params)
+    known = (known[0]._replace(mu={"w": jnp.arange(3.0)}), *known[1:])
+    state = step.init(params, opt_state=known)
+    assert np.asarray(state.opt_state[0].mu["w"]).tolist() == [[0, 1, 2]] * 2
+    with pytest.raises(ValueError, match="`opt_state` must be that of one copy"):
+        step.init(params, opt_state=optax.sgd(0.1).init(params))
