@@ -8,7 +8,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-REPLICAS, WIDTH, HIDDEN = 4, 8, 16
+REPLICAS, WIDTH, HIDDEN = 4, 6, 16  # a bias that 4 replicas do not divide
 RANDOM = np.random.default_rng(0)
 BATCHES = RANDOM.normal(size=(7, 2 * REPLICAS, WIDTH)).astype(np.float32)
 PARAMS = {

@@ -1,7 +1,6 @@
 """An axis of size 1 is as if it were not there, whatever names it."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -9,20 +8,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
+from train.libraries import BATCHES, PARAMS, loss_fn
 
-RANDOM = np.random.default_rng(0)
-PARAMS = {
-    "w": RANDOM.normal(size=(6, 4)).astype(np.float32),
-    "table": RANDOM.normal(size=(2, 4)).astype(np.float32),
-}
-BATCHES = RANDOM.normal(size=(3, 16, 6)).astype(np.float32)
 # Over "one" alone, beside an axis that splits, and together with it.
-SPECS = {"w": P("one", "fsdp"), "table": P(None, ("fsdp", "one"))}
-ALONE = {"w": P("one"), "table": P(None, "one")}
-
-
-def loss(params, batch):
-    return jnp.mean((jnp.tanh(batch @ params["w"]) + params["table"].sum(0, keepdims=True)) ** 2)
+SPECS = {"bias": P("one"), "in": P("one", "fsdp"), "out": P(("fsdp", "one"))}
+ALONE = {"bias": P("one"), "in": P(None, "one"), "out": P()}
 
 
 def without(specs, axis):
@@ -44,11 +34,11 @@ def trained(sync, axes, places, gradients, mode):
     params = jax.device_put(PARAMS, laid)
     reduced = js.all_reduce_gradients(gradients) if gradients else None
     step = js.make_train_step(
-        loss, optax.adam(0.1), sync=SYNCS[sync], gradients=reduced, mesh=mesh, mode=mode
+        loss_fn, optax.adam(0.1), sync=SYNCS[sync], gradients=reduced, mesh=mesh, mode=mode
     )
     state = step.init(params)
     rows = js.comm_report(step, state, BATCHES[0]).rows
-    for batch in BATCHES:
+    for batch in BATCHES[:3]:
         state, _ = step(state, batch)
     return jax.tree.map(np.asarray, step.consensus(state)), {row.axis for row in rows}
 

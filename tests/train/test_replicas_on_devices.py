@@ -3,21 +3,16 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxslowmo as js
+from train.libraries import PARAMS, PARTS, WIDTH, assert_close, loss_fn, start, stepped
 
-REPLICAS, WIDTH, UPDATES = 8, 8, 4
-RANDOM = np.random.default_rng(0)
-BATCHES = RANDOM.normal(size=(3 * UPDATES, 2 * REPLICAS, WIDTH)).astype(np.float32)
-PARAMS = {
-    "in": 0.3 * RANDOM.normal(size=(WIDTH, 16)).astype(np.float32),
-    "bias": np.zeros(3, np.float32),  # which no number of devices divides
-    "out": 0.3 * RANDOM.normal(size=(16, WIDTH)).astype(np.float32),
-}
+REPLICAS, UPDATES = 8, 4
+SHAPE = 3 * UPDATES, 2 * REPLICAS, WIDTH
+BATCHES = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
 MEAN = {"gradients": js.all_reduce_gradients("replica")}
 ALGORITHMS = {
@@ -32,19 +27,9 @@ ALGORITHMS = {
         "gradients": js.demo("replica", top_k=2, chunk=4),
     },
 }
-DOORS = {"make_train_step": lambda state: state.params, "with_exchange": lambda s: s.state[0]}
 
 
-def loss_fn(params, batch):
-    found = jnp.tanh(batch @ params["in"]) @ params["out"]
-    return jnp.mean((found - batch) ** 2) + jnp.sum((params["bias"] - 1) ** 2)
-
-
-def stepped(state, batch, reduce_gradients=lambda grads: grads):
-    params, opt_state = state
-    loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-    updates, opt_state = OPTIMIZER.update(reduce_gradients(grads), opt_state, params)
-    return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
+PARAMS_OF = {"make_train_step": lambda s: s.params, "with_exchange": lambda s: s.state["params"]}
 
 
 def made(door, algorithm, mesh, **options):
@@ -53,13 +38,8 @@ def made(door, algorithm, mesh, **options):
     if door == "make_train_step":
         step = js.make_train_step(loss_fn, OPTIMIZER, **options)
         return step, step.init(PARAMS)
-    step = js.with_exchange(
-        stepped,
-        get_params=lambda state: state[0],
-        set_params=lambda state, params: (params, state[1]),
-        **options,
-    )
-    return step, step.init((PARAMS, OPTIMIZER.init(PARAMS)))
+    step = js.with_exchange(functools.partial(stepped, optimizer=OPTIMIZER), **PARTS, **options)
+    return step, step.init(start(PARAMS, OPTIMIZER))
 
 
 @functools.cache
@@ -71,13 +51,6 @@ def on_a_device_each(algorithm):
         params = jax.device_get(state.params) if t == UPDATES else params
         state, _ = step(state, batch)
     return params, jax.device_get(step.consensus(state))
-
-
-def assert_close(tree, expected):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6),
-        *jax.device_get((tree, expected)),
-    )
 
 
 def assert_lies_on(state, params, count):
@@ -103,7 +76,7 @@ CASES = [
 
 @pytest.mark.parametrize(("algorithm", "door", "mode", "count"), CASES)
 def test_they_train_as_on_a_device_each(algorithm, door, mode, count, compilations):
-    mesh, params_of = js.virtual_mesh({"replica": REPLICAS}, jax.devices()[:count]), DOORS[door]
+    mesh, params_of = js.virtual_mesh({"replica": REPLICAS}, jax.devices()[:count]), PARAMS_OF[door]
     expected, consensus = on_a_device_each(algorithm)
     step, state = made(door, algorithm, mesh, mode=mode)
     assert_lies_on(state, params_of(state), count)

@@ -19,7 +19,6 @@ from train.libraries import (
     MOMENTS,
     PARAMS,
     PARTS,
-    RANDOM,
     REPLICAS,
     SPECS,
     WIDTH,
@@ -36,7 +35,7 @@ MESHES = {
     "fsdp": lambda: js.make_mesh({"replica": REPLICAS, "fsdp": 2}),
 }
 VIRTUAL = js.virtual_mesh({"replica": REPLICAS})
-WEIGHTS = RANDOM.integers(1, 4, size=(len(BATCHES), REPLICAS)).astype(np.float32)
+WEIGHTS = np.random.default_rng(0).integers(1, 4, (len(BATCHES), REPLICAS)).astype(np.float32)
 WEIGHTS[3:, 1] = 0
 MEAN = js.all_reduce_gradients("replica")
 SYNCS = {
