@@ -34,7 +34,7 @@ def make_step() -> js.train.TrainStep:
     """The same compiled programs for all tests."""
     return js.make_train_step(
         lambda p, b: (jnp.mean((b @ p["w"]) ** 2), {"mean": b.mean()}),
-        optax.sgd(0.1),
+        optax.adam(0.1),
         sync=js.local_sgd("replica", sync_every=2),
         mesh=MESH,
     )

@@ -249,7 +249,7 @@ for name, both in cases.items():
     def run():
         state.append(step.init(start, seed=seed))
         for t in range(4):
-            state[0], metrics = step(state[0], WHOLE[0][rank * t:][:2])
+            state[0], metrics = step(state[0], WHOLE[0][2 * rank + t:][:2])
         js.host_mean(metrics)
 
     error = refused(run)
