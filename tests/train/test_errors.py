@@ -85,7 +85,6 @@ OF_STEPS = {
     ),
     "another optimizer": Refusal(lambda: of_another(adam), "`optimizer`", "0/count"),
     "another algorithm": Refusal(lambda: of_another(sync=js.diloco("replica")), "same `sync`"),
-    "of independent replicas": Refusal(lambda: of_another(**none), "same `gradients`"),
     **{
         f"nothing that exchanges, {name}": Refusal(
             functools.partial(made, tx, **more), "pass gradients=", 'or such, or sync="none"'

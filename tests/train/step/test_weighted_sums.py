@@ -35,7 +35,10 @@ WEIGHTS = np.float32([[2, 0, 0], [0, 3, 0], [1, 5, 0], [257, 1, 0]])
 def fn(params, batch, *, pairs):
     x, mask = batch
     whole = sum(p.astype(jnp.float32) for p in params)
-    metrics = {"first": x[0, 0] * jnp.complex64(1 + 2j), "marked": mask.sum().astype(jnp.int32)}
+    metrics = {
+        "first": x[0, 0].astype(jnp.complex64) * jnp.complex64(1 + 2j),
+        "marked": mask.sum().astype(jnp.int32),
+    }
     values, metrics = x @ whole, metrics | {"positive": x[0, 0] > 0}
     return ((values * mask).sum(), mask.sum()) if pairs else values.mean(), metrics
 
@@ -107,7 +110,7 @@ def test_as_numpy(run):
     make = js.virtual_mesh if run["kind"] == "virtual" else js.make_mesh
     if run["devices"] * REPLICAS > len(jax.devices()):
         make = js.virtual_mesh
-    over = ["replica"] * run["reduced"] + ["device"] * (run["named"] and run["devices"] > 1)
+    over = ("replica",) * run["reduced"] + ("device",) * (run["named"] and run["devices"] > 1)
     step = js.make_train_step(
         lambda params, batch: fn(params, batch, pairs=run["pairs"]),
         optax.sgd(1.0),
