@@ -91,8 +91,9 @@ def scaled(params, batch):
 
 mine = lambda x: np.split(x, 2)[rank]
 own = {"gate": np.array([[2, 1, 0]], np.float32), "rate": np.float32(0.5), "key": jax.random.key(1)}
-shared_step = js.make_train_step(scaled, sgd, sync="none", mesh=two)
-train_shared = lambda give, shared: train(shared_step, START, lambda x: {"x": give(x), **shared})
+train_shared = lambda give, shared: train(
+    js.make_train_step(scaled, sgd, sync="none", mesh=two), START,
+    lambda x: {"x": give(x), **shared})
 everywhere = {name: over(two)(own[name]) for name in ("gate", "rate")}
 said["shared"] = train_shared(mine, own) == train_shared(
     over(two, ("replica", "device")), everywhere)

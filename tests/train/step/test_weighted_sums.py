@@ -35,11 +35,9 @@ WEIGHTS = np.float32([[2, 0, 0], [0, 3, 0], [1, 5, 0], [257, 1, 0]])
 def fn(params, batch, *, pairs):
     x, mask = batch
     whole = sum(p.astype(jnp.float32) for p in params)
-    metrics = {
-        "first": x[0, 0].astype(jnp.complex64) * jnp.complex64(1 + 2j),
-        "marked": mask.sum().astype(jnp.int32),
-    }
-    values, metrics = x @ whole, metrics | {"positive": x[0, 0] > 0}
+    first = x[0, 0].astype(jnp.complex64) * jnp.complex64(1 + 2j)
+    metrics = {"first": first, "marked": mask.sum().astype(jnp.int32), "positive": x[0, 0] > 0}
+    values = x @ whole
     return ((values * mask).sum(), mask.sum()) if pairs else values.mean(), metrics
 
 
