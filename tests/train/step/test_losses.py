@@ -125,13 +125,11 @@ def test_a_loss_trains_as_on_the_whole_batch(seed, number):
     wanted = by_hand(loss, algorithm)
     mesh = KINDS[kind]({"replica": REPLICAS, **dict.fromkeys(inner, 2)})
     AXES[:] = ["replica", *(a for a in inner if a == "device")]
-    axes = "replica"
-    if inner == ["device"] and run["how"] != "accumulate":
-        axes = ("replica", "device")
+    axes = ("replica",) * (algorithm == "all_reduce") + ("device",) * (inner == ["device"])
     step = js.make_train_step(
         loss,
         optax.sgd(RATE),
-        gradients=js.all_reduce_gradients(axes) if algorithm == "all_reduce" else None,
+        gradients=js.all_reduce_gradients(axes) if axes else None,
         sync=SYNC[algorithm],
         mesh=mesh,
         mode=run["mode"],
