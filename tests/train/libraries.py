@@ -1,14 +1,14 @@
-"""Training steps of one replica as other libraries write them."""
+"""A small model, and its training steps of one replica as other libraries write them."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from flax.training.train_state import TrainState as FlaxState
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-REPLICAS, WIDTH, HIDDEN = 4, 8, 16
+REPLICAS, WIDTH, HIDDEN = 4, 6, 16  # a bias that 4 replicas do not divide
 RANDOM = np.random.default_rng(0)
 BATCHES = RANDOM.normal(size=(7, 2 * REPLICAS, WIDTH)).astype(np.float32)
 PARAMS = {
@@ -20,9 +20,23 @@ SPECS = {"bias": P(), "in": P(None, "fsdp"), "out": P("fsdp")}
 ADAM = optax.adam(0.02, eps=1e-4)
 
 
-def loss_fn(params, batch):
-    found = jnp.tanh(batch @ params["in"]) @ params["out"] + params["bias"][None]
+def loss_fn(params, batch, hidden=jnp.tanh):
+    found = hidden(batch @ params["in"]) @ params["out"] + params["bias"][None]
     return jnp.mean((found - batch) ** 2)
+
+
+def placed(mesh):
+    """Return the parameters, sharded if the mesh has an axis for it."""
+    if "fsdp" not in mesh.shape:
+        return PARAMS
+    return {name: jax.device_put(x, NamedSharding(mesh, SPECS[name])) for name, x in PARAMS.items()}
+
+
+def assert_close(tree, expected):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=3e-6, atol=3e-6),
+        *jax.device_get((tree, expected)),
+    )
 
 
 def stepped(state, batch, reduce_gradients=lambda grads: grads, optimizer=ADAM):
@@ -48,19 +62,6 @@ MOMENTS = {
 
 def plain(params):
     return stepped, start(params), PARTS, lambda params: params
-
-
-def flax(params):
-    def train_step(state, batch):
-        loss, grads = jax.value_and_grad(state.apply_fn)(state.params, batch)
-        return state.apply_gradients(grads=grads), {"loss": loss}
-
-    parts = {
-        "get_params": lambda state: state.params,
-        "set_params": lambda state, params: state.replace(params=params),
-    }
-    state = FlaxState.create(apply_fn=loss_fn, params=params, tx=ADAM)
-    return train_step, state, parts, lambda params: params
 
 
 class Model(nnx.Module):
@@ -91,4 +92,4 @@ def of_nnx(params):
     return train_step, (variables, rest), parts, lambda params: nnx.to_pure_dict(params)[0]
 
 
-FORMS = {"plain": plain, "flax": flax, "nnx": of_nnx}
+FORMS = {"plain": plain, "nnx": of_nnx}

@@ -1,5 +1,7 @@
 """A step for tests of the loop and its hooks, and a hook that writes down what it sees."""
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -27,10 +29,12 @@ class Note:
         return {self.name: result.step}
 
 
+@functools.cache
 def make_step() -> js.train.TrainStep:
+    """The same compiled programs for all tests."""
     return js.make_train_step(
         lambda p, b: (jnp.mean((b @ p["w"]) ** 2), {"mean": b.mean()}),
-        optax.sgd(0.1),
+        optax.adam(0.1),
         sync=js.local_sgd("replica", sync_every=2),
         mesh=MESH,
     )

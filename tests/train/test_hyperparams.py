@@ -1,6 +1,5 @@
 """Hyperparameters that are set between steps, on all replicas."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -12,7 +11,6 @@ from support.promotion import promoting
 PARAMS = {"w": np.zeros(3, np.float32)}
 BATCH = np.ones((4, 3), np.float32)
 SGD = optax.inject_hyperparams(optax.sgd)(learning_rate=1.0)
-RATES = [0.5, np.float32(0.5), jnp.float32(0.5), 2, np.float32([0.5] * 2)]
 
 
 def step_of(optimizer=SGD, mesh=js.virtual_mesh, sync=None, **options):
@@ -30,36 +28,22 @@ def test_the_rate_of_all_replicas(mesh, mode, compilations):
         state, _ = step(state, BATCH)
         moved += 1.0
     before = state.opt_state.hyperparams["learning_rate"]
-    for rate in RATES:
-        for assigns in (False, True):
-            compiled = compilations.count
-            if assigns:
-                state.opt_state.hyperparams["learning_rate"] = rate
-            else:
-                given, state = state, js.set_hyperparams(state, learning_rate=rate)
-                assert state.params["w"] is given.params["w"]
-                assert (
-                    given.opt_state.hyperparams["learning_rate"]
-                    is not state.opt_state.hyperparams["learning_rate"]
-                )
-            state, _ = step(state, BATCH)
-            moved += float(np.max(np.asarray(rate)))
-            np.testing.assert_allclose(state.params["w"], np.full((2, 3), -moved))
-            if np.ndim(rate) == 0 or not assigns:
-                assert compilations.count == compiled
+    for rate in (0.5, np.float32(0.5), 2, np.float32([1.0, 3.0])):
+        compiled, given = compilations.count, state
+        state = js.set_hyperparams(state, learning_rate=rate)
+        assert state.params["w"] is given.params["w"]
+        state, _ = step(state, BATCH)
+        moved += float(np.mean(rate))
+        np.testing.assert_allclose(np.asarray(state.params["w"]).mean(0), np.full(3, -moved))
+        assert compilations.count == compiled
+    state.opt_state.hyperparams["learning_rate"] = 0.5  # assigned
+    state, _ = step(state, BATCH)
+    np.testing.assert_allclose(np.asarray(state.params["w"]).mean(0), np.full(3, -moved - 0.5))
     after = state.opt_state.hyperparams["learning_rate"]
     assert (after.shape, after.dtype, after.sharding) == ((2,), before.dtype, before.sharding)
 
 
-def test_one_number_per_replica():
-    step = step_of(sync="none")
-    state = js.set_hyperparams(step.init(PARAMS), learning_rate=[1.0, 3.0])
-    state, _ = step(state, BATCH)
-    np.testing.assert_array_equal(state.params["w"][:, 0], [-1, -3])
-
-
-@pytest.mark.parametrize("make", [js.virtual_mesh, js.make_mesh])
-def test_wherever_they_stand(make):
+def test_wherever_they_stand():
     """In chains and wrappers, and one inside of another, also assigned."""
 
     def scaled(factor):
@@ -68,7 +52,7 @@ def test_wherever_they_stand(make):
         wrapped = optax.masked(several, True)
         return optax.chain(optax.clip(9.0), wrapped, optax.scale(factor))
 
-    step = step_of(optax.inject_hyperparams(scaled)(factor=2.0), mesh=make)
+    step = step_of(optax.inject_hyperparams(scaled)(factor=2.0))
     state = js.set_hyperparams(step.init(PARAMS), learning_rate=0.25, momentum=0.0)
     for moved in (0.5, 1.0):
         state, _ = step(state, BATCH)
@@ -94,43 +78,3 @@ def test_slowmo_follows():
         states[1] = js.set_hyperparams(states[1], learning_rate=rate)
         states = [step(state, BATCH)[0] for step, state in zip(runs, states, strict=True)]
         np.testing.assert_allclose(*(state.params["w"] for state in states), rtol=1e-6)
-
-
-def test_one_that_is_an_array():
-    def per_leaf(rates):
-        return optax.stateless(lambda grads, _: jax.tree.map(lambda g: -rates * g, grads))
-
-    step = step_of(optax.inject_hyperparams(per_leaf)(rates=jnp.ones(3)), js.make_mesh)
-    for value in (2.0, [2.0] * 3, np.full((2, 3), 2.0)):
-        state, _ = step(js.set_hyperparams(step.init(PARAMS), rates=value), BATCH)
-        np.testing.assert_array_equal(state.params["w"], np.full((2, 3), -2.0))
-    with pytest.raises(ValueError, match=r"`rates`.*\(2, 3\).*\(2,\)"):
-        js.set_hyperparams(state, rates=np.ones(2))
-
-
-@jax.tree_util.register_pytree_node_class
-class Nameless:
-    """A state whose class names no children."""
-
-    def __init__(self, inner):
-        self.inner = inner
-
-    def tree_flatten(self):
-        return (None, self.inner), None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(children[1])
-
-
-def test_inside_of_a_state_that_names_no_children():
-    def update(grads, state, params=None):
-        updates, inner = SGD.update(grads, state.inner, params)
-        return updates, Nameless(inner)
-
-    step = step_of(optax.GradientTransformation(lambda p: Nameless(SGD.init(p)), update))
-    state = step.init(PARAMS)
-    state.opt_state.inner.hyperparams["learning_rate"] = 0.5
-    state, _ = step(state, BATCH)
-    state, _ = step(js.set_hyperparams(state, learning_rate=0.25), BATCH)
-    np.testing.assert_array_equal(state.params["w"], np.full((2, 3), -0.75))

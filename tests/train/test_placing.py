@@ -25,19 +25,17 @@ class Tensor:
         return np.array(self.values, dtype)
 
 
-@pytest.mark.parametrize("kind", ["auto", "virtual"])
-def test_what_is_placed_ahead_is_what_a_call_would_place(kind):
+def test_what_is_placed_ahead_is_what_a_call_would_place():
     """What lies there already stays; arrays of other libraries are NumPy's."""
-    step = step_of(KINDS[kind]({"replica": 4}))
+    step = step_of(js.make_mesh({"replica": 4}))
     state, batch = step.init(PARAMS), np.arange(64.0).reshape(8, 8)  # float64
     placed, weight = step.place(batch, [1, 0, 2, 3])
     assert isinstance(placed, jax.Array)
     assert (placed.dtype, weight.dtype, weight.tolist()) == (np.float32, np.float32, [1, 0, 2, 3])
     again = step.place(placed, weight)
-    if kind == "auto":
-        assert again[0] is placed
-        assert again[1] is weight
-        assert placed.sharding == weight.sharding == NamedSharding(step.mesh, P(("replica",)))
+    assert again[0] is placed
+    assert again[1] is weight
+    assert placed.sharding == weight.sharding == NamedSharding(step.mesh, P(("replica",)))
     wanted, metrics = step(state, batch, [1, 0, 2, 3])
     for given in (placed, Tensor(batch.tolist())):
         found, told = step(state, given, weight)
@@ -46,7 +44,7 @@ def test_what_is_placed_ahead_is_what_a_call_would_place(kind):
     assert step.place({"x": batch}, None)[1] is None
 
 
-@pytest.mark.parametrize("kind", ["auto", "explicit", "virtual"])
+@pytest.mark.parametrize("kind", ["explicit", "virtual"])
 def test_what_all_examples_share_is_whole_everywhere(kind):
     """A key, too; a batch that is placed is placed, and one row for each part is not shared."""
     step = step_of(KINDS[kind]({"replica": 4}))

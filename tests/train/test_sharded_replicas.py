@@ -5,8 +5,6 @@ those of virtual replicas on one device, nothing of the state is gathered, and w
 a device's own part. `tests/checkpoint/test_meshes.py` has saving and resumption.
 """
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.exhaustive import sweep
 
 REPLICAS, PARTS = 2, 4
 AXES = {"replica": REPLICAS, "fsdp": 2, "tensor": 2}
@@ -29,23 +26,21 @@ OWN = 4 * (WIDTH + 2 * WIDTH * HIDDEN // PARTS)  # bytes of the parameters on a 
 BATCHES = RANDOM.normal(size=(10, 16, WIDTH)).astype(np.float32)
 
 
+CASES = [
+    ("auto", "sgp overlap", "traced"),
+    ("auto", "slowmo", "host"),
+    ("explicit", "slowmo whole", "traced"),
+    ("auto", "local_sgd, average", "traced"),
+]
 LOCAL = js.local_sgd("replica", sync_every=2)
+
+
 SYNCS = {
-    "sgp": js.sgp("replica", mixing=js.topology.self_weighted([0.6, 0.3])),
     "sgp overlap": js.sgp("replica", overlap=2),
     "slowmo": js.slowmo("replica", base=LOCAL, sync_every=4, momentum=0.6),
     "slowmo whole": js.slowmo("replica", base=LOCAL, sync_every=4, shard_state=False),
-    "slowmo of sgp": js.slowmo("replica", base=js.sgp("replica"), sync_every=5),
-    "diloco bfloat16": js.diloco("replica", sync_every=4, codec=js.codecs.bfloat16()),
-    "diloco, reset": js.diloco("replica", sync_every=4, inner_state="reset"),
     "local_sgd, average": js.local_sgd("replica", sync_every=2, inner_state="average"),
 }
-# The transforms that differ most.
-USUAL = {
-    ("auto", "sgp overlap", "traced"), ("auto", "slowmo", "host"),
-    ("explicit", "slowmo whole", "traced"), ("auto", "diloco, reset", "host"),
-    ("auto", "local_sgd, average", "traced"),
-}  # fmt: skip
 
 
 def loss_on(mesh):
@@ -91,13 +86,7 @@ def check_places(mesh, state):
             assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), (name, leaf.sharding)
 
 
-@pytest.mark.parametrize(
-    ("kind", "sync", "mode"),
-    sweep(
-        itertools.product(["auto", "explicit"], SYNCS, ["traced", "host"]),
-        lambda *case: case in USUAL,
-    ),
-)
+@pytest.mark.parametrize(("kind", "sync", "mode"), CASES)
 def test_sharded_replicas_train_as_those_of_one_device(mesh_of, kind, sync, mode):
     whole = step_on(js.virtual_mesh({"replica": REPLICAS}), sync, mode)
     wanted = trained(whole, whole.init(PARAMS))
@@ -107,10 +96,8 @@ def test_sharded_replicas_train_as_those_of_one_device(mesh_of, kind, sync, mode
     check_places(mesh, start)
     state = trained(step, start)
     check_places(mesh, state)
-    # In 16 bits a difference in the last place of float32 may round apart.
-    close = 1e-2 if "bfloat16" in sync else 1e-5
     for name, expected in wanted.params.items():
-        np.testing.assert_allclose(state.params[name], expected, rtol=close, atol=close)
+        np.testing.assert_allclose(state.params[name], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_replicas_send_a_device_s_part_and_gather_nothing(mesh_of):
@@ -129,55 +116,3 @@ def test_replicas_send_a_device_s_part_and_gather_nothing(mesh_of):
     assert OWN <= between["slow", "reduce-scatter"] <= padded
     assert OWN <= between["slow", "all-gather"] <= padded
     assert between["average", "all-reduce"] == OWN
-
-
-def test_the_slow_state_is_divided_by_replicas_and_by_shards(mesh_of):
-    """Bytes of anchor and momentum on a device, of leaves that are large beside the padding."""
-    mesh, specs, first = mesh_of(AXES), P("fsdp", "tensor"), jax.devices()[0]
-    w = jax.device_put(np.zeros((1024, 256), np.float32), NamedSharding(mesh, specs))
-    found = {}
-    for shard_state in (True, False):
-        sync = js.slowmo("replica", base=LOCAL, sync_every=4, shard_state=shard_state)
-        sync = sync.with_specs({"w": specs})
-        state = js.init(sync, js.replicate({"w": w}, mesh=mesh), mesh=mesh)
-        shards = [s for x in jax.tree.leaves(state) for s in x.addressable_shards]
-        found[shard_state] = sum(s.data.nbytes for s in shards if s.device == first)
-    whole = 2 * 4 * w.size // PARTS
-    assert whole <= found[False] <= whole + 64
-    assert whole / REPLICAS <= found[True] <= 1.02 * whole / REPLICAS
-
-
-FACTORED = optax.scale_by_factored_rms(min_dim_size_to_factor=32)
-OTHER_SHAPES = {
-    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=32),
-    "sm3": optax.sm3(1e-2),
-    "factored": optax.chain(FACTORED, optax.scale(-1e-2)),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    sweep(
-        itertools.product(OTHER_SHAPES, (AxisType.Auto, AxisType.Explicit)),
-        lambda *case: case in [("adafactor", AxisType.Explicit), ("sm3", AxisType.Auto)],
-    ),
-)
-def test_optimizers_whose_state_has_other_shapes(name, kind):
-    """Compare with a loop by hand on one device."""
-    optimizer = OTHER_SHAPES[name]
-    mesh = jax.make_mesh((REPLICAS, 2), ("replica", "fsdp"), axis_types=(AxisType.Auto, kind))
-    one = {"w": PARAMS["in"]}
-    loss = lambda params, x: jnp.mean(jnp.tanh(x @ params["w"]) ** 2)  # noqa: E731
-    step = js.make_train_step(
-        loss, optimizer, sync=js.local_sgd("replica", sync_every=1), mesh=mesh
-    )
-    state = step.init({"w": jax.device_put(one["w"], NamedSharding(mesh, P(None, "fsdp")))})
-    params, states = one, [optimizer.init(one)] * REPLICAS
-    for batch in BATCHES[:2]:
-        state, _ = step(state, batch)
-        each = []
-        for r, part in enumerate(np.split(batch, REPLICAS)):
-            updates, states[r] = optimizer.update(jax.grad(loss)(params, part), states[r], params)
-            each.append(optax.apply_updates(params, updates))
-        params = jax.tree.map(lambda *x: sum(x) / REPLICAS, *each)
-    np.testing.assert_allclose(state.params["w"][0], params["w"], rtol=1e-4, atol=1e-5)

@@ -10,30 +10,15 @@ import threading
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jaxslowmo as js
 from support.waiting import PATIENCE_SECONDS
+from train.small_loop import make_step, start
 
 BATCHES = np.random.default_rng(1).normal(size=(9, 4, 3)).astype(np.float32)
 
 
-@functools.cache
-def small_step(kind: str = "virtual") -> js.train.TrainStep:
-    """The same compiled programs for all tests."""
-    axes = {"replica": 2}
-    return js.make_train_step(
-        lambda p, b: (jnp.mean((b @ p["w"]) ** 2), {"mean": b.mean()}),
-        optax.adam(0.1),
-        sync=js.slowmo(
-            "replica", base=js.local_sgd("replica", sync_every=2), sync_every=2, learning_rate=0.1
-        ),
-        mesh=js.virtual_mesh(axes) if kind == "virtual" else js.make_mesh(axes),
-    )
-
-
-def start(step: js.train.TrainStep) -> js.TrainState:
-    return step.init({"w": np.ones(3, np.float32)})
+small_step = make_step
 
 
 def pipeline_of(batches=None, **options) -> js.TrainPipeline:
@@ -42,9 +27,9 @@ def pipeline_of(batches=None, **options) -> js.TrainPipeline:
 
 
 @functools.cache
-def plain(kind: str = "virtual", batches: tuple[int, ...] = tuple(range(9))) -> list[np.ndarray]:
+def plain(batches: tuple[int, ...] = tuple(range(9))) -> list[np.ndarray]:
     """Losses of a loop without a pipeline, over these batches."""
-    step = small_step(kind)
+    step = small_step()
     state, losses = start(step), []
     for i in batches:
         state, metrics = step(state, BATCHES[i])

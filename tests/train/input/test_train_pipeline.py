@@ -25,6 +25,7 @@ from train.input.small import (
     small_step,
     start,
 )
+from train.small_loop import Note
 
 
 def test_another_iterator_comes_after_what_is_held():
@@ -34,14 +35,9 @@ def test_another_iterator_comes_after_what_is_held():
     # What had been loaded of the first by then is trained, in its order, and the rest is left.
     taken = first.next_index
     assert 3 <= taken <= 5
-    assert_same(losses, plain("virtual", (*range(taken), 6, 7, 8)))
-
-
-def test_an_iterator_that_goes_on_after_its_end_is_asked_again():
-    """As loops over epochs do."""
-    epochs = Counted([*BATCHES[:4], StopIteration(), *BATCHES[4:]])
-    pipeline = pipeline_of(epochs)
-    assert [len(list(pipeline)) for _ in range(3)] == [4, 5, 0]
+    assert_same(losses, plain((*range(taken), 6, 7, 8)))
+    epochs = pipeline_of(Counted([*BATCHES[:4], StopIteration(), *BATCHES[4:]]))
+    assert [len(list(epochs)) for _ in range(3)] == [4, 5, 0]  # it is asked again
 
 
 def test_position_and_state_go_on_together():
@@ -59,7 +55,7 @@ def test_position_and_state_go_on_together():
     pipeline = pipeline_of(iter(BATCHES))
     losses_of(itertools.islice(pipeline, 3))
     pipeline.state = start(step)
-    assert_same(losses_of(pipeline), plain("virtual", tuple(range(3, 9))))
+    assert_same(losses_of(pipeline), plain(tuple(range(3, 9))))
 
 
 def test_stages_of_a_step_and_any_function_as_a_step():
@@ -115,13 +111,18 @@ def test_the_report_counts():
     assert report.batches == 4
     assert report.held in (0, 1)  # the fifth, if it was loaded in time
     assert [s.batches for s in report.stages[1:]] == [4 + report.held] * 3 + [4]
-    for s in report.stages:
-        assert s.busy_seconds > 0
-        np.testing.assert_allclose(s.busy_seconds + s.idle_seconds, report.seconds, rtol=1e-6)
     busy = {s.name: s.busy_seconds for s in report.stages[1:]}
     spent = {**busy, "load": report.waiting_seconds, "caller": report.caller_seconds}
     assert sum(spent.values()) <= report.seconds
     assert report.slowest == max(spent, key=spent.get)
-    lines = str(report).splitlines()
-    assert lines[0].startswith("4 batches in ")
-    assert [line.split("  ")[0] for line in lines[2:]] == names
+    assert str(report).startswith("4 batches in ")
+
+
+def test_a_loop_around_a_pipeline_calls_a_hook_and_goes_on_in_another():
+    """With its batches, state and numbers."""
+    calls, pipeline = [], pipeline_of(BATCHES)
+    losses = losses_of(js.train_loop(pipeline, num_steps=4, hooks=[Note("a", calls, every=2)]))
+    more = list(js.train_loop(pipeline))
+    assert [r.step for r in more] == [5, 6, 7, 8, 9]
+    assert_same(losses + losses_of(more), plain())
+    assert [step for _, step, _ in calls] == [2, 4]

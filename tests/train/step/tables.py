@@ -88,30 +88,3 @@ def rowwise():
         return moved, sums
 
     return optax.GradientTransformation(init, update)
-
-
-def rows_alone(optimizer):
-    """An optimizer of dense gradients that changes, also of its state, only rows with one."""
-
-    def chosen(grads, new, old):
-        used = jax.tree.map(lambda g: jnp.any(g != 0, axis=1, keepdims=True), grads)
-        return jax.tree.map(jnp.where, used, new, old)
-
-    def update(grads, state, params):
-        updates, new = optimizer.update(grads, state, params)
-        updates = chosen(grads, updates, jax.tree.map(jnp.zeros_like, updates))
-        is_tree = lambda x: jax.tree.structure(x) == jax.tree.structure(grads)  # noqa: E731
-        return updates, jax.tree.map(
-            lambda new, old: chosen(grads, new, old) if is_tree(new) else new,
-            new,
-            state,
-            is_leaf=is_tree,
-        )
-
-    return optax.GradientTransformation(optimizer.init, update)
-
-
-TWINS = {
-    "item": rows_alone(optax.sgd(RATE, momentum=0.5, nesterov=True)),
-    "user": rows_alone(optax.adamw(0.1, b2=0.9, eps=1e-3, weight_decay=0.1)),
-}

@@ -1,7 +1,6 @@
 """`map_with="vmap"`: losses with shard_maps and constraints of their own inside a replica."""
 
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +11,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.layered import language_model
+from train.libraries import BATCHES, SPECS, WIDTH, assert_close, loss_fn, placed
 
-SGD = js.rowwise_adagrad(0.1)
-REPLICAS, WIDTH, HIDDEN = 2, 8, 16
+REPLICAS = 2
+
 AXES = {"replica": REPLICAS, "data": 2, "fsdp": 2}
-RANDOM = np.random.default_rng(0)
-BATCHES = RANDOM.normal(size=(7, 4 * REPLICAS, WIDTH)).astype(np.float32)
-PARAMS = {
-    "bias": np.zeros(WIDTH, np.float32),
-    "in": 0.3 * RANDOM.normal(size=(WIDTH, HIDDEN)).astype(np.float32),
-    "out": 0.3 * RANDOM.normal(size=(HIDDEN, WIDTH)).astype(np.float32),
-}
-SPECS = {"bias": P(), "in": P(None, "fsdp"), "out": P("fsdp")}
 PARTS = {
     "sync": lambda: {"sync": js.diloco("replica", sync_every=3)},
     "gradients": lambda: {"gradients": js.all_reduce_gradients("replica")},
@@ -33,11 +24,6 @@ PARTS = {
         "gradients": js.clip_by_global_norm(0.5),
     },
 }
-
-
-def loss_fn(params, batch, hidden=jnp.tanh):
-    out = hidden(batch @ params["in"]) @ params["out"] + params["bias"][None]
-    return jnp.mean((out - batch) ** 2), {"mean": jnp.mean(out)}
 
 
 def nested_on(mesh):
@@ -50,12 +36,6 @@ def nested_on(mesh):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     return functools.partial(loss_fn, hidden=hidden)
-
-
-def placed(mesh):
-    if "fsdp" not in mesh.shape:
-        return PARAMS
-    return {name: jax.device_put(x, NamedSharding(mesh, SPECS[name])) for name, x in PARAMS.items()}
 
 
 def trained(loss, mesh, parts, **options):
@@ -75,15 +55,9 @@ def known(parts):
     return jax.device_get(state.params), metrics
 
 
-def assert_close(tree, expected):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=3e-6, atol=3e-6),
-        *jax.device_get((tree, expected)),
-    )
-
-
-@pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("mode", ["traced", "host"])
+@pytest.mark.parametrize(
+    ("parts", "mode"), [("gradients", "traced"), ("both", "host"), ("sync", "traced")]
+)
 def test_a_loss_with_maps_of_its_own_trains_as_virtual_replicas(parts, mode):
     mesh = js.make_mesh(AXES)
     step, state, metrics = trained(nested_on(mesh), mesh, parts, mode=mode, map_with="vmap")
@@ -111,74 +85,38 @@ def test_scan_windows_and_evaluation_go_through_the_same_map():
     assert_close(step.evaluate(state, BATCHES[0]), step(state, BATCHES[0])[1])
 
 
-def test_what_communicates_in_the_loss_is_refused():
-    mesh = js.make_mesh({"replica": 2, "stage": 2})
-    model, params = language_model(2)
-    pipe = js.pipelined(model, params, js.schedules.gpipe(2, 2), mesh=mesh)
-    tables = js.embeddings({"ids": js.Table(8, 4)}, axis_name="stage", optimizer=SGD)
-    wrong = [
-        ("a pipelined `loss_fn`", pipe, {}),
-        ("`embeddings`", lambda params, batch, *, embedded: 0.0, {"embeddings": tables}),
-        ('`model_state`="broadcast"', loss_fn, {"model_state": "broadcast"}),
-    ]
-    for message, loss, options in wrong:
-        with pytest.raises(ValueError, match=f'"vmap" maps the loss, in which {message}'):
-            js.make_train_step(
-                loss, optax.sgd(0.1), mesh=mesh, map_with="vmap", **PARTS["sync"](), **options
-            )
-
-
-@pytest.mark.parametrize("mode", ["traced", "host"])
-@pytest.mark.parametrize("door", ["make_train_step", "with_exchange"])
+@pytest.mark.parametrize(
+    ("door", "mode"), [("make_train_step", "host"), ("with_exchange", "traced")]
+)
 def test_what_a_local_step_sends_under_vmap_is_named_once(mesh_of, door, mode):
     """A loop that runs as often as the data say runs as often on all replicas."""
     mesh = mesh_of({"replica": 2, "fsdp": 4})
     place = NamedSharding(mesh, P(None, "fsdp"))
-    weights = {"w": jax.device_put(np.ones((8, 16), np.float32), place)}
     batch = np.ones((16, 8), np.float32)
+
+    def plain(params, batch):
+        return jnp.mean((batch @ params["w"]) ** 2)
 
     def loss(params, batch):
         halved = jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, params["w"] ** 2)
-        return jnp.mean((batch @ (params["w"] + jax.lax.stop_gradient(halved))) ** 2)
+        return plain({"w": params["w"] + jax.lax.stop_gradient(halved)}, batch)
 
-    def train_step(params, batch):
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), {"loss": value}
-
-    options = {"mesh": mesh, "mode": mode, "map_with": "vmap"}
-    sync = js.local_sgd("replica", sync_every=4)
-    if door == "make_train_step":
-        step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, **options)
-    else:
+    def made(loss, sync):
+        options = {"mesh": mesh, "mode": mode, "map_with": "vmap"}
+        if door == "make_train_step":
+            return js.make_train_step(loss, optax.sgd(0.1), sync=sync, **options)
         parts = {"get_params": lambda state: state, "set_params": lambda state, params: params}
-        step = js.with_exchange(train_step, sync, **parts, **options)
-    state = step.init(weights)
-    with pytest.warns(UserWarning, match="A local step sends .*over replica.*`vmap`") as told:
-        state, _ = step(state, batch)
-    assert len(told) == 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(state, batch)
+        train_step = lambda params, batch: (params, {"loss": loss(params, batch)})  # noqa: E731
+        return js.with_exchange(train_step, sync, **parts, **options)
 
-
-@pytest.mark.parametrize("mode", ["traced", "host"])
-@pytest.mark.parametrize("door", ["make_train_step", "with_exchange"])
-@pytest.mark.parametrize("sync", [js.sgp("replica"), js.local_sgd("replica", sync_every=1)])
-def test_an_exchange_in_every_update_is_no_traffic_of_a_local_step(mesh_of, sync, door, mode):
-    mesh = mesh_of({"replica": 2, "fsdp": 4})
-    place = NamedSharding(mesh, P(None, "fsdp"))
-    weights = {"w": jax.device_put(np.ones((8, 16), np.float32), place)}
-
-    def loss(params, batch):
-        return jnp.mean((batch @ params["w"]) ** 2)
-
-    def train_step(params, batch):
-        return jax.tree.map(lambda p: 0.9 * p, params), {"loss": loss(params, batch)}
-
-    options = {"mesh": mesh, "mode": mode, "map_with": "vmap"}
-    if door == "make_train_step":
-        step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, **options)
-    else:
-        parts = {"get_params": lambda state: state, "set_params": lambda state, params: params}
-        step = js.with_exchange(train_step, sync, **parts, **options)
-    step(step.init(weights), np.ones((16, 8), np.float32))  # a warning is an error in this suite
+    for sync, is_local in (
+        (js.local_sgd("replica", sync_every=4), True),
+        (js.sgp("replica"), False),
+    ):
+        weights = {"w": jax.device_put(np.ones((8, 16), np.float32), place)}
+        step = made(loss if is_local else plain, sync)
+        state = step.init(weights)
+        if is_local:
+            with pytest.warns(UserWarning, match="A local step sends .*over replica.*`vmap`"):
+                state, _ = step(state, batch)
+        step(state, batch)  # a warning is an error in this suite

@@ -28,7 +28,6 @@ def test_a_text_tells_values_apart_and_equal_ones_not():
         (js.every(4, start=2), js.every(4, start=2)),
         (js.codecs.float16(), js.codecs.float16()),
         (js.clip_by_global_norm(1.0), js.clip_by_global_norm(1.0)),
-        (jax.sharding.PartitionSpec("a"), jax.sharding.PartitionSpec("a")),
     ]
     for one, other in alike:
         assert texts(one) == texts(other)
@@ -38,8 +37,6 @@ def test_a_text_tells_values_apart_and_equal_ones_not():
     values += [None, True, 1, 1.0, "1", (1,), [1], optax.sgd, np.float32]
     every = [str(texts(value)) for value in values]
     assert len(set(every)) == len(every)
-    assert texts(object()) == {"": "builtins.object"}
-    assert texts(scaled(2.0)) == {"": f"{__name__}.scaled.<locals>.<lambda>"}
 
 
 def test_a_program_is_known_by_its_equations_and_its_constants():
@@ -70,5 +67,3 @@ def test_a_program_is_known_by_its_equations_and_its_constants():
 
     assert differing(lines(0.2, np.arange(4.0))) == {"equations of p"}
     assert differing(lines(0.1, jnp.arange(4.0) + 1)) == {"constants of p"}
-    one = lines(0.1, np.arange(4.0), np.ones(4))
-    assert differing(lines(0.1, np.arange(4.0), np.arange(4.0))) == {"constants of p"}

@@ -1,4 +1,7 @@
-"""What makes replicas agree, and replicas that are said to train independently."""
+"""What makes replicas agree; chains as the optimizer: a `js.chain`, and an `optax.chain`.
+
+`update/test_replica_step.py` has a `js.chain` beside its parts given by name.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,19 +12,57 @@ import pytest
 import jaxslowmo as js
 
 PARAMS = {"b": np.zeros(3, np.float32), "w": np.ones((8, 3), np.float32)}
-BATCHES = np.random.default_rng(0).normal(size=(3, 8, 8)).astype(np.float32)
-KINDS = {"devices": js.make_mesh, "virtual": js.virtual_mesh}
+BATCHES = np.random.default_rng(0).normal(size=(4, 8, 8)).astype(np.float32)
+mean, clip, sgd = js.all_reduce_gradients("replica"), js.clip_by_global_norm(0.5), optax.sgd(0.1)
+local = js.local_sgd("replica", sync_every=2)
 VIRTUAL = js.virtual_mesh({"replica": 2})
-sgd, average, local = optax.sgd(0.1), js.all_reduce_gradients("replica"), js.local_sgd("replica")
-ALL = {"b": True, "w": True}
+FREE = optax.contrib.schedule_free_sgd(0.1)
 
 
 def loss(params, batch):
-    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"][None]) ** 2)
+    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"][None]) ** 2) + batch.mean()
 
 
-def step_of(optimizer=sgd, mesh=VIRTUAL, **options):
-    return js.make_train_step(loss, optimizer, mesh=mesh, **options)
+def trained(optimizer, mesh=VIRTUAL, **options):
+    step = js.make_train_step(loss, optimizer, mesh=mesh, **options)
+    state = step.init(PARAMS)
+    for batch in BATCHES:
+        state, _ = step(state, batch)
+    return state.params
+
+
+def assert_close(found, expected):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), found, expected)
+
+
+def test_behind_an_optimizer_a_clipping_clips_its_updates():
+    """It is no gradient transform there."""
+    chain = js.chain(FREE, clip, local)
+    assert_close(trained(chain), trained(optax.chain(FREE, clip), sync=local))
+
+
+OPAQUE = {
+    "masked": optax.masked(optax.chain(mean, sgd), {"b": True, "w": True}),
+    "parameters": optax.chain(sgd, local),
+    "loss scale": optax.chain(mean, js.dynamic_loss_scale(sgd, initial=4.0)),
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_a_chain_of_optax_is_called_as_in_a_loop_of_ones_own(name):
+    tx = OPAQUE[name]
+
+    def one(params, state, batch):
+        scale = js.loss_scale_of(state)
+        grads = jax.grad(lambda p: loss(p, batch) * (1 if scale is None else scale))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = js.replicate(PARAMS, mesh=VIRTUAL)
+    state, update = js.init(tx, params, mesh=VIRTUAL), jax.jit(jax.vmap(one, axis_name="replica"))
+    for batch in BATCHES.reshape(4, 2, 4, 8):
+        params, state = update(params, state, batch)
+    assert_close(trained(tx), params)
 
 
 def own_average():
@@ -34,6 +75,10 @@ def own_average():
     return js.gradient_transform(own)
 
 
+def masked(tx):
+    return optax.masked(tx, {"b": True, "w": True})
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -41,46 +86,24 @@ def own_average():
         {"gradients": own_average()},
         {"optimizer": js.chain(own_average(), sgd)},
         {"optimizer": optax.chain(own_average(), sgd)},
-        {"optimizer": optax.masked(optax.chain(sgd, local), ALL)},
-        {"optimizer": optax.chain(sgd, js.only_finite(local))},
-        {"optimizer": optax.chain(sgd, js.sgp("replica"))},
+        {"optimizer": masked(optax.chain(sgd, local))},
+        {"optimizer": optax.chain(sgd, js.only_finite(js.sgp("replica")))},
         {"optimizer": optax.chain(sgd, js.diloco("replica"))},
-        {"optimizer": optax.chain(sgd, js.hierarchical_local_sgd({"replica": 2}))},
-        {"optimizer": js.gradients.skip_unused(optax.chain(average, sgd), "replica")},
+        {"optimizer": js.gradients.skip_unused(optax.chain(mean, sgd), "replica")},
         {"optimizer": optax.chain(js.sparse.all_reduce_rows("replica"), sgd)},
         {"sync": "none"},
+        # None of ours, inside of a chain of optax, is taken for one by hand.
+        *(
+            {"optimizer": masked(tx), "mesh": js.make_mesh({"replica": 4}), "sync": "none"}
+            for tx in (
+                js.all_reduce_gradients("replica", hook=js.hooks.powersgd(1, start_step=2)),
+                js.all_reduce_gradients("replica", hook=js.hooks.int8()),
+                js.sparse.all_reduce_rows("replica", tables=("w",), capacity=1),
+                js.dynamic_loss_scale(optax.chain(mean, sgd), "replica"),
+            )
+        ),
     ],
 )
 def test_what_makes_replicas_agree_or_is_told(options):
-    step = step_of(**options)
+    step = js.make_train_step(loss, **{"optimizer": sgd, "mesh": VIRTUAL, **options})
     assert step.traced_by_phase(jax.eval_shape(step.init, PARAMS), BATCHES[0])
-
-
-@pytest.mark.parametrize(
-    ("argument", "transform"),
-    [
-        ("gradients", js.gradients.accumulate(average, every=2)),
-        ("optimizer", js.gradients.accumulate(optax.chain(average, sgd), every=2)),
-        ("optimizer", optax.chain(js.gradients.accumulate(sgd, 2), optax.scale(0.5))),
-        ("optimizer", optax.masked(js.gradients.accumulate(sgd, 2), ALL)),
-        ("optimizer", js.dynamic_loss_scale(js.gradients.accumulate(sgd, 2))),
-    ],
-)
-def test_a_step_collects_by_itself_and_takes_no_wrapper_that_does(argument, transform):
-    with pytest.raises(ValueError, match=f"`{argument}`.*js.gradients.accumulate.*accumulate=k"):
-        step_of(sync=local, **{argument: transform}).init(PARAMS)
-
-
-def test_no_transform_of_ours_is_taken_for_one_by_hand():
-    """Each one inside of a chain of optax, with all that it sends."""
-    mesh = js.make_mesh({"replica": 4})
-    for tx in [
-        js.all_reduce_gradients("replica", hook=js.hooks.powersgd(1, start_step=2)),
-        js.all_reduce_gradients("replica", hook=js.hooks.int8()),
-        js.sparse.all_reduce_rows("replica", tables=("w",), capacity=1),
-        js.gradients.skip_unused(sgd, "replica"),
-        js.dynamic_loss_scale(optax.chain(average, sgd), "replica"),
-        js.slowmo("replica", base=js.sgp("replica"), sync_every=6),
-        js.only_finite(local),
-    ]:
-        step_of(optax.masked(tx, ALL), mesh, sync="none").init(PARAMS)

@@ -31,10 +31,7 @@ def test_a_window_is_reduced_once(axes):
     """As `js.comm_report` tells: nothing between replicas in a batch that is only collected."""
     size, gradients = sum(x.nbytes for x in jax.tree.leaves(PARAMS)), tuple(axes)
     step = js.make_train_step(
-        plain,
-        optax.sgd(0.1),
-        gradients=js.all_reduce_gradients(gradients),
-        mesh=js.make_mesh(axes),
+        plain, optax.sgd(0.1), gradients=js.all_reduce_gradients(gradients), mesh=js.make_mesh(axes)
     )
     state = step.init(PARAMS)
     window, _ = step.collect(state, BATCHES[0])
@@ -46,18 +43,15 @@ def test_a_window_is_reduced_once(axes):
     assert last == collected | updated
 
 
-@pytest.mark.parametrize("donate", [True, False])
-def test_a_window_is_used_up(donate):
-    """Its gradients are let go of where the step donates, and stay where it does not."""
-    options = {"gradients": average, "mesh": VIRTUAL, "donate": donate}
-    step = js.make_train_step(plain, optax.sgd(0.1), **options)
+def test_a_window_is_used_up():
+    """Its gradients are let go of."""
+    step = js.make_train_step(plain, optax.sgd(0.1), gradients=average, mesh=VIRTUAL)
     state = step.init(PARAMS)
     first, _ = step.collect(state, BATCHES[0])
     window, _ = step.collect(state, BATCHES[1], window=first)
     assert np.all(np.asarray(window.count) == 2)
     step.apply(state, window)
     for used in (first, window):
-        assert all(x.is_deleted() == donate for x in jax.tree.leaves(used.grads.sum))
-        if donate:
-            with pytest.raises(ValueError, match="`window`"):
-                step.apply(step.init(PARAMS), used)
+        assert all(x.is_deleted() for x in jax.tree.leaves(used.grads.sum))
+        with pytest.raises(ValueError, match="`window`"):
+            step.apply(step.init(PARAMS), used)
