@@ -8,7 +8,7 @@ import pytest
 import slowmo_here as here
 import torch
 from slowmo_models import Perceptron, batch
-from slowmo_spawned import spawned
+from slowmo_spawned import BACKENDS, spawned, spawned_at_once
 
 from torch_compat.errors import PeerLostError, UnlikeCallsError
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
@@ -50,67 +50,46 @@ class Script:
         return said, [text for text in WARNINGS if f"process {here.rank()} of 2" in text]
 
 
-# How often process 1 calls `perform_slowmo` after step t; process 0 does it once.
+# How often process 1 calls `perform_slowmo` after step t (process 0 does it once), and options.
 CALLS = {
-    "skipped once": lambda t: t != 4,
-    "skipped at the start": lambda t: t > 0,
-    "skipped every other time": lambda t: t % 2,
-    "called twice": lambda t: 1 + (t == 4),
-    "skipped at the end": lambda t: t != STEPS - 2,
-    "called by process 0 alone": lambda t: 0,
-}
-OPTIONS = {
-    "averages": {},
-    "averages without momentum": {"slowmo_momentum": 0.0, "localsgd_frequency": 2},
-    "slow steps": {"localsgd_frequency": 100},
-    "gossip": {"slowmo_base_algorithm": "sgp"},
+    "skipped once": (lambda t: t != 4, {}),
+    "skipped at the start": (lambda t: t > 0, {"localsgd_frequency": 100}),
+    "skipped every other time": (lambda t: t % 2, {"slowmo_base_algorithm": "sgp"}),
+    "called twice": (lambda t: 1 + (t == 4), {"slowmo_momentum": 0.0, "localsgd_frequency": 2}),
+    "skipped at the end": (lambda t: t != STEPS - 2, {}),
+    "called by process 0 alone": (lambda t: 0, {}),
 }
 
 
-def misused(case, options):
-    return Script(**options).run(CALLS[case] if here.rank() else lambda t: 1)
+def misused(case):
+    calls, options = CALLS[case]
+    return Script(**options).run(calls if here.rank() else lambda t: 1)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("case", list(CALLS)[:4])
-def test_the_next_exchange_names_calls_and_steps_of_each_process(case, options, by):
-    results = spawned(2, misused, case, OPTIONS[options], by=by)
-    for message, warned in results:
+@pytest.mark.parametrize(
+    ("case", "by"),
+    [*((case, "gloo") for case in list(CALLS)[:4]), *(("skipped once", by) for by in BACKENDS[1:])],
+)
+def test_the_next_exchange_names_calls_and_steps_of_each_process(case, by):
+    for message, warned in spawned(2, misused, case, by=by):
         counts = re.findall(r"after (\d+) calls? of perform_slowmo\(\) in (\d+) steps?", message)
         (calls, steps), (calls_of_1, steps_of_1) = counts
         assert message.startswith("Processes must make the same calls"), message
-        assert calls == steps
-        assert calls == calls_of_1
+        assert calls == steps == calls_of_1
         missed = int(steps_of_1) - int(steps)
         assert missed == -1 if case == "called twice" else missed > 0, message
         assert not warned
 
 
-@pytest.mark.parametrize("case", list(CALLS)[4:])
-def test_a_process_that_ends_is_named_with_its_last_exchange(case, by):
-    (message, warned), (said, warned_1) = spawned(2, misused, case, {}, by=by)
-    assert message.startswith("Process 1 of 2 ")
-    last = "0" if case == "called by process 0 alone" else "8"
-    assert re.findall(r"that of process 1 was .*?after (\d+) call", message) == [last]
-    assert re.search(r"this process is in .*after (\d+) call", message)
-    assert (said, warned) == ("no error", [])
-    assert len(warned_1) == (case == "called by process 0 alone")
-
-
-def never():
-    script = Script()
-    found = script.run(lambda t: 0)
-    script.run(lambda t: 0)
-    return *found, script.run(lambda t: 0)[1]
-
-
-def test_a_script_that_never_calls_it_is_warned_once_in_every_process(by):
-    for rank, (said, warned, later) in enumerate(spawned(2, never, by=by)):
-        assert said == "no error"
-        assert warned == later
-        (text,) = warned
-        assert f"not called in {FREQUENCY + 1} steps of the optimizer, so process {rank}" in text
-        assert "call it after every optimizer.step()" in text
+def test_a_process_that_ends_is_named_with_its_last_exchange():
+    cases = {"skipped at the end": "8", "called by process 0 alone": "0"}
+    groups = spawned_at_once(2, misused, [(case,) for case in cases])
+    for ((message, warned), (said, warned_1)), last in zip(groups, cases.values(), strict=True):
+        assert message.startswith("Process 1 of 2 ")
+        assert re.findall(r"that of process 1 was .*?after (\d+) call", message) == [last]
+        assert re.search(r"this process is in .*after (\d+) call", message)
+        assert (said, warned) == ("no error", [])
+        assert len(warned_1) == (last == "0")
 
 
 def accumulated(script: Script) -> None:
@@ -143,14 +122,6 @@ def steps_left_out(script: Script) -> None:
     """Leave out a step in one process, as a GradScaler does with infinite gradients."""
     for t in range(STEPS):
         script.backward(t)
-        if here.rank() == 0 or t % 4:
-            script.optimizer.step()
-        script.net.perform_slowmo(script.optimizer)
-
-
-def steps_left_out_without_a_wrapper(script: Script) -> None:
-    for t in range(STEPS):
-        script.backward(t, script.net.module)
         if here.rank() == 0 or t % 4:
             script.optimizer.step()
         script.net.perform_slowmo(script.optimizer)
@@ -189,23 +160,6 @@ def one_call_for_two_steps(script: Script) -> None:
         script.net.perform_slowmo(script.optimizer)
 
 
-def uneven(script: Script) -> None:
-    for _ in range(2):
-        with script.net.join():
-            for t in range(STEPS - 4 * here.rank()):
-                script.backward(t)
-                script.optimizer.step()
-                script.net.perform_slowmo(script.optimizer)
-
-
-def compiled(script: Script) -> None:
-    step = torch.compile(script.optimizer.step, backend="eager")
-    for t in range(STEPS):
-        script.backward(t)
-        step()
-        script.net.perform_slowmo(script.optimizer)
-
-
 def copied(script: Script) -> None:
     """A copy that is trained by process 0 alone, which does not exchange."""
     script.run()
@@ -222,30 +176,37 @@ RIGHT = [
     accumulated,
     evaluated_by_process_0,
     steps_left_out,
-    steps_left_out_without_a_wrapper,
     closures,
     by_turns,
     one_call_for_two_steps,
-    uneven,
-    compiled,
     copied,
 ]
 
 
-def right(kind):
+def all_right():
+    """What each script hears, and one that never calls `perform_slowmo`, which goes on."""
+    found = []
+    for kind in RIGHT:
+        script = Script()
+        kind(script)
+        found.append(script.run())
     script = Script()
-    kind(script)
-    return script.run()
+    return found, [script.run(lambda t: 0) for _ in range(2)]
 
 
-@pytest.mark.parametrize("kind", RIGHT)
-def test_scripts_that_do_neither_hear_nothing(kind):
-    assert spawned(2, right, kind) == [("no error", [])] * 2
+def test_a_script_that_never_calls_it_is_warned_once_and_others_hear_nothing():
+    for rank, (others, never) in enumerate(spawned(2, all_right)):
+        assert others == [("no error", [])] * len(RIGHT)
+        for said, (text,) in never:
+            assert said == "no error"
+            assert (
+                f"not called in {FREQUENCY + 1} steps of the optimizer, so process {rank}" in text
+            )
+            assert "call it after every optimizer.step()" in text
 
 
 def alone():
-    script = Script()
-    return script.run(lambda t: 0)
+    return Script().run(lambda t: 0)
 
 
 def test_a_single_process_hears_nothing():

@@ -1,6 +1,7 @@
 """Processes that start alike, or are made to, or are told that they do not."""
 
 import numpy as np
+import pytest
 import slowmo_here as here
 import torch
 from slowmo_models import Perceptron, values
@@ -10,10 +11,7 @@ from torch_compat import broadcast_parameters
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 from torch_compat.slowmo._start import checksum
 
-DTYPES = [
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
-    *(torch.bool, torch.uint8, torch.int16, torch.int64, torch.float8_e4m3fn),
-]
+DTYPES = [torch.bfloat16, torch.float32, torch.complex64, torch.bool, torch.float8_e4m3fn]
 
 
 def test_a_checksum_is_of_all_bits_in_the_order_of_elements():
@@ -80,18 +78,6 @@ def test_processes_begin_equal_or_are_named_with_what_differs(by):
         assert result["made equal"]["seen"].tolist() == [True, True]
 
 
-def sizes_that_differ():
-    module = Perceptron(3, 2)
-    if here.rank() == 1:
-        module.more = torch.nn.Parameter(torch.ones(1))
-    net = SlowMo(module, nprocs_per_node=1)
-    try:
-        net(torch.ones(1, 3))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def resumed_apart():
     """Replicas that differ in the middle of a period go on."""
     module = Perceptron(3, 2)
@@ -103,11 +89,14 @@ def resumed_apart():
     again = SlowMo(Perceptron(3, 2), nprocs_per_node=1, slowmo_momentum=0.0)
     again.load_state_dict(net.state_dict())
     again(torch.ones(1, 3))
-    return sizes_that_differ(), values(again.module)["b1"]
+    other = Perceptron(3, 2)
+    if here.rank() == 1:
+        other.more = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(ValueError, match="number"):
+        SlowMo(other, nprocs_per_node=1)(torch.ones(1, 3))
+    return values(again.module)["b1"]
 
 
-def test_their_number_is_compared_and_a_run_that_goes_on_is_not():
-    (message, first), (_, second) = spawned(2, resumed_apart)
-    assert "process" in message
-    assert "number" in message
+def test_a_run_that_goes_on_is_not_compared_and_the_number_of_parameters_is():
+    first, second = spawned(2, resumed_apart)
     assert not np.array_equal(first, second)

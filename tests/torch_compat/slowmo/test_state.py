@@ -4,7 +4,6 @@ import io
 from pathlib import Path
 
 import numpy as np
-import pytest
 import slowmo_here as here
 import torch
 from slowmo_alone import build
@@ -116,6 +115,7 @@ def test_resumed_training_has_the_same_bits():
             assert int(again["slowmo.num_updates"]) == (6 if kind == "before" else 11)
 
 
+TRAINED = ("w1", "b1", "w2", "b2")
 CONSOLIDATED = ("sharded", "whole", "push-sum sharded")
 
 
@@ -125,7 +125,7 @@ def steps_before(kind: str) -> int:
 
 
 def consolidated(folder: Path):
-    found = {}
+    found = []
     for kind in CONSOLIDATED:
         net, optimizer = built(kind, momentum=0.0)
         steps = steps_before(kind)
@@ -136,12 +136,12 @@ def consolidated(folder: Path):
             torch.save({"net": state, "inner": optimizer.state_dict()}, folder / kind)
         after = values(net)
         train(net, optimizer, range(steps, steps + 5))
-        found[kind] = before, after, {k: v.numpy() for k, v in state.items()}, values(net)
+        found.append((before, after, {k: v.numpy() for k, v in state.items()}, values(net)))
     return found
 
 
 def continued(folder: Path):
-    found = {}
+    found = []
     for kind in CONSOLIDATED:
         saved = torch.load(folder / kind, weights_only=True)
         net, optimizer = built(kind, momentum=0.0)
@@ -149,33 +149,32 @@ def continued(folder: Path):
         optimizer.load_state_dict(saved["inner"])
         loaded, steps = values(net), steps_before(kind)
         train(net, optimizer, range(steps, steps + 5))
-        found[kind] = loaded, values(net)
+        found.append((loaded, values(net)))
     return found
 
 
 def test_consolidated_state_loads_on_any_rank_of_any_number(tmp_path):
     results = spawned(2, consolidated, tmp_path)
     again = {world: spawned(world, continued, tmp_path) for world in (1, 2, 4)}
-    for kind in CONSOLIDATED:
-        whole = results[0][kind][2]
+    for number, kind in enumerate(CONSOLIDATED):
+        whole = results[0][number][2]
         assert "slowmo.rank" not in whole
-        total = sum(whole[f"module.{k}"].size for k in ("w1", "b1", "w2", "b2"))
+        total = sum(whole[f"module.{k}"].size for k in TRAINED)
         assert whole["slowmo.whole_anchor"].size == total
-        for rank, (before, after, same, _) in enumerate(result[kind] for result in results):
+        for rank, (before, after, same, _) in enumerate(result[number] for result in results):
             for key, value in before.items():
                 assert np.array_equal(value, after[key]), "consolidating changes nothing"
             for key, value in same.items():
                 assert np.array_equal(value, whole[key]), "all ranks hold the same"
             check_part(before, whole, "velocity", 0 if kind == "whole" else rank)
-            np.testing.assert_allclose(before["module.w1"], whole["module.w1"], atol=1e-6)
         for loaded in again.values():
-            for rank, (state, _) in enumerate(result[kind] for result in loaded):
+            for rank, (state, _) in enumerate(result[number] for result in loaded):
                 np.testing.assert_array_equal(state["module.w1"], whole["module.w1"])
                 check_part(state, whole, "anchor", 0 if kind == "whole" else rank)
         # On the same processes it goes on as if undisturbed.
         for result, undisturbed in zip(again[2], results, strict=True):
-            for key in ("module.w1", "module.b1", "module.w2", "module.b2"):
-                ours, theirs = result[kind][1][key], undisturbed[kind][3][key]
+            for key in (f"module.{k}" for k in TRAINED):
+                ours, theirs = result[number][1][key], undisturbed[number][3][key]
                 np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6, err_msg=key)
 
 
@@ -246,33 +245,17 @@ def test_a_plain_module_loads_the_state_of_all():
 # Without devices.
 
 
-def test_without_parts_of_a_rank_a_dict_loads_everywhere():
-    net = build()
-    net.num_updates = 7
-    other = build(world=8, rank=5)
-    other.load_state_dict(net.state_dict())
-    assert other.num_updates == 7
-    gossiping = build(slowmo_base_algorithm="sgp")
-    build(world=8, rank=5, slowmo_base_algorithm="sgp").load_state_dict(gossiping.state_dict())
-
-
-@pytest.mark.parametrize("flag", [True, torch.tensor(True)])
-def test_fairscales_dicts_load(flag):
+def test_fairscales_dicts_load():
     """Theirs holds module.*, ps_weight and the flag; counters start anew."""
     weights = {k: v + 1 for k, v in torch.nn.Linear(3, 2).state_dict().items()}
     theirs = {f"module.{key}": value for key, value in weights.items()}
-    theirs |= {"ps_weight": torch.tensor([1.0], dtype=torch.float16), "is_sgp_ps_numerator": flag}
+    theirs |= {"ps_weight": torch.tensor([1.0], dtype=torch.float16), "is_sgp_ps_numerator": True}
     net = build(slowmo_base_algorithm="sgp")
     net.num_updates = 5
-    keys = list(theirs)
     net.load_state_dict(theirs)
-    assert list(theirs) == keys
     assert net.num_updates == 0
     assert net.is_sgp_ps_numerator is True
     assert torch.equal(net.module.weight, weights["weight"])
-    local = build()
-    local.load_state_dict({key: theirs[key] for key in keys if key.startswith("module.")})
-    assert torch.equal(local.module.bias, weights["bias"])
 
 
 def test_keys_are_fairscales_and_ours():
@@ -282,3 +265,5 @@ def test_keys_are_fairscales_and_ours():
         *("slowmo.num_updates", "slowmo.exchanges", "slowmo.rank", "slowmo.world_size"),
     }
     assert all(isinstance(value, torch.Tensor) for value in state.values())
+    other = build(world=8, rank=5, slowmo_base_algorithm="sgp")
+    other.load_state_dict(state)  # without parts of a rank it loads everywhere

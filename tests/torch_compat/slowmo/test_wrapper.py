@@ -40,9 +40,6 @@ def one_device_troubles() -> dict[str, list[str]]:
         net.perform_slowmo(optimizer)
 
     found = {}
-    elsewhere = torch.nn.Linear(2, 2, device="meta")
-    net, optimizer = built(torch.nn.Sequential(torch.nn.Linear(2, 2).to(device), elsewhere))
-    found["elsewhere"] = messages(lambda: net(torch.ones(1, 2)))
     net, optimizer = built()
     found["no forward"] = messages(lambda: net.perform_slowmo(optimizer))
     found["no forward again"] = messages(lambda: net.perform_slowmo(optimizer))
@@ -55,30 +52,21 @@ def one_device_troubles() -> dict[str, list[str]]:
     found["more parameters"] = messages(lambda: net.perform_slowmo(optimizer))
     found["more parameters again"] = messages(lambda: net.perform_slowmo(optimizer))
     net, optimizer = built()
-    add(optimizer)
-    found["others"] = messages(lambda: step(net, optimizer))
-    net, optimizer = built()
     optimizer.param_groups[0]["lr"] = None  # as Adafactor's with relative_step
     found["no rate"] = messages(lambda: step(net, optimizer))
-    net, optimizer = built(slowmo_momentum=0.0)
-    del optimizer.param_groups[0]["lr"]
-    found["no rate without slow momentum"] = messages(lambda: step(net, optimizer))
     light = torch.nn.Linear(2, 2).to(device, torch.bfloat16)
     net, optimizer = built(light)
     found["half"] = messages(lambda: step(net, optimizer))
     net, optimizer = built(light, slowmo_momentum=0.0)
     found["half without masters"] = messages(lambda: step(net, optimizer))
-    found["half without masters again"] = messages(lambda: step(net, optimizer))
     return found
 
 
 # The argument, or what else the only message must name.
 TROUBLES = {
-    "elsewhere": "ValueError: `module`",
     "no forward": "anchored at the present parameters",
     "eval only": "anchored at the present parameters",
     "more parameters": "`optimizer` holds 1",
-    "others": "`optimizer` holds 1",
     "no rate": "ValueError: `optimizer`",
     "half": "ValueError: `optimizer` must hold float32",
     "half without masters": "`fp32_params`",

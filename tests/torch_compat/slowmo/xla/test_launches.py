@@ -14,7 +14,7 @@ from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 WIDTH = 8
 
 
-def trained(is_compiled: bool, slow_outside: bool) -> dict[str, np.ndarray]:
+def trained(is_compiled: bool) -> dict[str, np.ndarray]:
     """Six steps of a function as pytorch/xla's guides have it."""
     device, rank = torch_xla.device(), torch_xla.runtime.global_ordinal()
     module = Perceptron(WIDTH, 6)
@@ -27,16 +27,13 @@ def trained(is_compiled: bool, slow_outside: bool) -> dict[str, np.ndarray]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if not slow_outside:
-            net.perform_slowmo(optimizer)
+        net.perform_slowmo(optimizer)
         return loss
 
     run = torch_xla.compile(step, full_graph=True) if is_compiled else step
     for t in range(6):
         x, y = (torch.tensor(part).to(device) for part in batch(t, rank, WIDTH))
         run(x, y)
-        if slow_outside:
-            net.perform_slowmo(optimizer)
         runtime.run_pending()
     return values(net.module)
 
@@ -66,18 +63,13 @@ def full_graph_beside_others() -> str:
 
 
 def on_one_device():
-    both = [
-        [trained(is_compiled, outside) for is_compiled in (False, True)]
-        for outside in (False, True)
-    ]
-    return both, idle_forward(), full_graph_beside_others()
+    return trained(False), trained(True), idle_forward(), full_graph_beside_others()
 
 
 def test_a_step_as_one_full_graph_on_one_device():
-    ((both, is_idle, message),) = spawned(1, on_one_device, by="torch_xla")
-    for plain, full in both:
-        for key, value in plain.items():
-            np.testing.assert_allclose(full[key], value, rtol=1e-5, atol=1e-7, err_msg=key)
+    ((plain, full, is_idle, message),) = spawned(1, on_one_device, by="torch_xla")
+    for key, value in plain.items():
+        np.testing.assert_allclose(full[key], value, rtol=1e-5, atol=1e-7, err_msg=key)
     assert is_idle
     assert "torch_xla.compile(full_graph=True)" in message
     assert "several CPU" in message
