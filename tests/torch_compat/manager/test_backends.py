@@ -24,7 +24,6 @@ def test_the_installed_one_is_taken_and_torch_xla_of_both(monkeypatch: pytest.Mo
     ("backend", "absent"),
     [
         ("torch_xla", ["torch_xla"]),
-        ("torchax", ["torchax"]),
         ("torchax", ["jax"]),
         (None, ["torch_xla", "jax"]),
     ],

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import itertools
 
 import numpy as np
 import pytest
