@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from support.waiting import PATIENCE_SECONDS
+from support.waiting import PATIENCE_SECONDS, wait_until
 
 SMALL = ("--width", "48", "--layers", "1", "--heads", "2", "--length", "32")
 # Programs that run for seconds are compiled for longer than that if they are to be fast.
@@ -29,6 +29,7 @@ class Program:
         number = len(list(folder.iterdir()))
         self._out, self._err = (folder / f"{number}.{name}" for name in ("out", "err"))
         self._out.touch()
+        self._err.touch()
         environment = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": XLA_FLAGS, **environment}
         arguments = (program, arguments, folder, environment)
         self._process = mp.get_context("fork").Process(target=self._run, args=arguments)
@@ -37,8 +38,8 @@ class Program:
     def _run(self, program: Path | str, arguments, folder: Path, environment) -> None:
         os.setsid()  # a group of its own, for signals
         for number, path in ((1, self._out), (2, self._err)):
-            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
-        sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
+            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
         os.environ.pop("CPU_NUM_DEVICES", None)
         os.environ.update(environment)
         os.chdir(folder)
@@ -49,7 +50,7 @@ class Program:
         if isinstance(program, Path):
             runpy.run_path(str(program), run_name="__main__")
         else:
-            runpy.run_module(f"torch_compat.examples.{program}", run_name="__main__")
+            runpy.run_module(f"torch_compat.examples.{program}", None, "__main__", alter_sys=True)
 
     @property
     def lines(self) -> list[str]:
@@ -59,10 +60,12 @@ class Program:
     @property
     def output(self) -> str:
         """Its errors, too."""
-        return self._out.read_text() + (self._err.read_text() if self._err.exists() else "")
+        return self._out.read_text() + self._err.read_text()
 
-    def interrupt(self) -> None:
-        """Send Ctrl-C, as a terminal does."""
+    def interrupt_after(self, text: str) -> None:
+        """Send Ctrl-C, as a terminal does, when it has said this."""
+        wait_until(lambda: text in self.output or not self._process.is_alive())
+        assert text in self.output
         os.killpg(self._process.pid, signal.SIGINT)
 
     def end(self, code: int = 0) -> "Program":

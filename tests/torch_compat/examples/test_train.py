@@ -3,8 +3,6 @@
 import torch
 from example_runs import SMALL, Program, started, summary
 
-from support.waiting import wait_until
-
 TWO = ("--cpu-devices", "2")
 TRAINING = ("--slowmo-frequency", "8", "--learning-rate", "5e-3")
 
@@ -21,8 +19,7 @@ def test_two_replicas_read_digits(tmp_path):
 def test_ctrl_c_ends_it_at_once_also_with_sgp(tmp_path):
     arguments = [*TWO, *SMALL, "--steps", "100000", "--base", "sgp"]
     with started("train_slowmo", *arguments, folder=tmp_path) as program:
-        wait_until(lambda: "20/100000" in program.output)
-        program.interrupt()
+        program.interrupt_after("20/100000")
         output = program.end(1).output
     assert "Stopped by Ctrl-C." in output
     assert "Traceback" not in output
@@ -49,8 +46,7 @@ def test_it_learns_and_resumes_where_ctrl_c_stopped_it(tmp_path):
 
     how = {"folder": tmp_path}
     with program(whole) as undisturbed, program(parts) as interrupted:
-        wait_until(lambda: "step 4: validation loss" in interrupted.output)
-        interrupted.interrupt()
+        interrupted.interrupt_after("step 4: validation loss")
         output = interrupted.end(1).output
         reference = summary(undisturbed.end().output)
     assert reference.steps == 16

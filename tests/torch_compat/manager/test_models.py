@@ -302,19 +302,6 @@ def test_devices_whose_batches_differ_in_shape_and_structure():
     assert model.calls == 3  # of device 0
 
 
-def test_a_new_shape_compiles_once_and_no_number_of_devices_is_all_there_are():
-    data = sequences(3, 5, 3, 5)
-    with manager_of(Pooled(), data, nprocs=None, batch_size_per_device=1) as manager:
-        compiled = []
-        for _ in range(6):
-            assert manager.step()[1] == 1
-            compiled.append(manager.statistics.compilations)
-        assert manager.nprocs == 1
-    assert compiled[0] >= 1
-    assert compiled[1] >= 1
-    assert compiled[2:] == [0] * 4
-
-
 class ResNet(nn.Module):
     """Convolutions without biases, a batch norm after each, and a block with a way past it."""
 

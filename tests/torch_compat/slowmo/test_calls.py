@@ -152,14 +152,6 @@ def by_turns(script: Script) -> None:
         script.net.perform_slowmo(optimizers)
 
 
-def one_call_for_two_steps(script: Script) -> None:
-    for t in range(STEPS):
-        for k in range(2):
-            script.backward(t + k)
-            script.optimizer.step()
-        script.net.perform_slowmo(script.optimizer)
-
-
 def copied(script: Script) -> None:
     """A copy that is trained by process 0 alone, which does not exchange."""
     script.run()
@@ -178,7 +170,6 @@ RIGHT = [
     steps_left_out,
     closures,
     by_turns,
-    one_call_for_two_steps,
     copied,
 ]
 
@@ -203,11 +194,3 @@ def test_a_script_that_never_calls_it_is_warned_once_and_others_hear_nothing():
                 f"not called in {FREQUENCY + 1} steps of the optimizer, so process {rank}" in text
             )
             assert "call it after every optimizer.step()" in text
-
-
-def alone():
-    return Script().run(lambda t: 0)
-
-
-def test_a_single_process_hears_nothing():
-    assert spawned(1, alone) == [("no error", [])]

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import slowmo_here as here
 import torch
-from slowmo_models import take_step
+from slowmo_models import take_step, values
 from slowmo_spawned import spawned
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -167,48 +167,35 @@ def loss_of(net, step: int) -> torch.Tensor:
     return (net(x) - x).square().mean()
 
 
-def state_of(net) -> dict[str, np.ndarray]:
-    return {key: value.numpy().copy() for key, value in net.module.state_dict().items()}
-
-
-def in_windows(beside: bool):
+def in_windows():
     """Windows of two batches, of which process 1 ends in the middle of one; buffers, nodes of two.
 
-    `beside`: another model is trained by DistributedDataParallel before each batch.
+    Another model is trained by DistributedDataParallel before each window.
     """
     net = SlowMo(batch_norm(), 2, localsgd_frequency=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    other = DistributedDataParallel(torch.nn.Linear(WIDTH, 3)) if beside else None
-    context = Join([other, net]) if beside else net.join()
+    other = DistributedDataParallel(torch.nn.Linear(WIDTH, 3))
     updates = (2, 5, 1, 3)[here.rank()]
-    with context:
+    with Join([other, net]):
         for step in range(updates):
-            if other is not None:
-                loss_of(other, step).backward()
+            loss_of(other, step).backward()
             with net.no_sync():
                 loss_of(net, 2 * step).backward()
             take_step(net, optimizer, loss_of(net, 2 * step + 1))
-        if here.rank() == 1 and not beside:
-            loss_of(net, 2 * updates).backward()
     with torch.no_grad():
         net(torch.zeros(2, WIDTH))  # outside of the context: all make the same calls again
     net.zero_grad()
     net.perform_slowmo(optimizer)
-    return state_of(net), net.num_updates
-
-
-def in_windows_alone_and_beside():
-    return in_windows(False), in_windows(True)
+    return values(net.module), net.num_updates
 
 
 def test_windows_of_batches():
-    for results in zip(*spawned(4, in_windows_alone_and_beside), strict=True):
-        first = results[0][0]
-        assert first["1.num_batches_tracked"] >= 9
-        for other, number in results:
-            assert number == 6
-            for key in ("0.weight", "0.bias", "1.weight"):
-                assert np.array_equal(first[key], other[key]), key
+    (first, _), *_ = results = spawned(4, in_windows)
+    assert first["1.num_batches_tracked"] >= 9
+    for other, number in results:
+        assert number == 6
+        for key in ("0.weight", "0.bias", "1.weight"):
+            assert np.array_equal(first[key], other[key]), key
 
 
 def message_of(call) -> str:

@@ -30,7 +30,6 @@ class Case:
         self.seed = seed
         self.node = 2 if world == 4 else 1  # processes of a node, whose gradients are averaged
         self.is_sharded = seed % 2 == 0
-        self.has_masters = seed % 3 == 0
         self.local = LOCAL if seed % 4 < 2 else 100
         self.frozen = {}  # by name the steps in which it requires no gradient
         for name in NAMES[1:]:
@@ -117,33 +116,24 @@ def trained(seed: int) -> dict[str, np.ndarray]:
     module = Prescribed().to(device)
     net = case.wrap(module)
     named = dict(module.named_parameters())
-    masters = {n: torch.nn.Parameter(p.detach().clone()) for n, p in named.items()}
-    held = masters if case.has_masters else named
-    optimizers = optimizers_of(held, rng)
+    optimizers = optimizers_of(named, rng)
     for step in range(1, STEPS + 1):
         for name, param in named.items():
             param.requires_grad_(case.trains(name, step))
         if case.forgets_frozen:
-            now = {n: held[n] for n in NAMES if case.trains(n, step)}
+            now = {n: named[n] for n in NAMES if case.trains(n, step)}
             optimizers = optimizers_of(now, rng)
         if step == 6:  # a new program, whose optimizers hold parameters in another order
             state = net.state_dict()
             net = case.wrap(module)
             net.load_state_dict(state)
             if not case.forgets_frozen:
-                optimizers = optimizers_of(held, rng)
+                optimizers = optimizers_of(named, rng)
         net(step).backward()
-        for name, master in masters.items():
-            master.grad = named[name].grad if case.has_masters else None
         for optimizer in optimizers:
             optimizer.step()
-        if case.has_masters:
-            with torch.no_grad():
-                for name, master in masters.items():
-                    named[name].copy_(master)
         net.zero_grad(set_to_none=True)
-        given = [*masters.values()] if case.has_masters else None
-        net.perform_slowmo(optimizers, fp32_params=given)
+        net.perform_slowmo(optimizers)
         here.launch()
     return values(module)
 
@@ -168,22 +158,6 @@ def test_any_order_and_number_of_optimizers_frozen_and_unfrozen(world, by):
                 np.testing.assert_allclose(
                     result[i][name], wanted[rank][name], rtol=1e-5, atol=1e-5, err_msg=where
                 )
-
-
-def with_groups(num_groups: int) -> dict[str, np.ndarray]:
-    """Rates that fall and grow again, and parameters that come later, in one group or several."""
-    module = Prescribed()
-    module.b.requires_grad_(False)
-    net = SlowMo(module, 1, slowmo_frequency=2, localsgd_frequency=2, slowmo_momentum=0.9)
-    named = [*module.parameters()]
-    parts = np.array_split(range(len(named)), num_groups)
-    optimizer = torch.optim.SGD([{"params": [named[i] for i in part]} for part in parts], lr=0.1)
-    for step in range(10):
-        module.b.requires_grad_(step >= 4)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.001 if 4 <= step < 6 else 0.1
-        take_step(net, optimizer, net(step))
-    return values(module)
 
 
 def frozen_with_a_gradient() -> dict[str, np.ndarray]:
@@ -227,14 +201,11 @@ def called_with_other_weights(is_called: bool) -> dict[str, np.ndarray]:
 
 
 def trained_by_hand():
-    pairs = [
-        (with_groups(1), with_groups(5)),
-        (called_with_other_weights(False), called_with_other_weights(True)),
-    ]
+    pairs = [(called_with_other_weights(False), called_with_other_weights(True))]
     return pairs, [frozen_with_a_gradient(), all_frozen_for_a_while()]
 
 
-def test_groups_functional_calls_and_frozen_parameters():
+def test_functional_calls_and_frozen_parameters():
     (pairs, first), (_, second) = spawned(2, trained_by_hand)
     for one, other in [*pairs, *zip(first, second, strict=True)]:
         for name in NAMES:

@@ -1,7 +1,6 @@
 """Processes that start alike, or are made to, or are told that they do not."""
 
 import numpy as np
-import pytest
 import slowmo_here as here
 import torch
 from slowmo_models import Perceptron, values
@@ -76,27 +75,3 @@ def test_processes_begin_equal_or_are_named_with_what_differs(by):
             assert np.array_equal(value, result["made equal"][key]), key
         assert result["made equal"]["b1"].tolist() == [1, 1]
         assert result["made equal"]["seen"].tolist() == [True, True]
-
-
-def resumed_apart():
-    """Replicas that differ in the middle of a period go on."""
-    module = Perceptron(3, 2)
-    net = SlowMo(module, nprocs_per_node=1, slowmo_momentum=0.0)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    net(torch.full((1, 3), 1.0 + here.rank())).sum().backward()
-    optimizer.step()
-    net.perform_slowmo(optimizer)
-    again = SlowMo(Perceptron(3, 2), nprocs_per_node=1, slowmo_momentum=0.0)
-    again.load_state_dict(net.state_dict())
-    again(torch.ones(1, 3))
-    other = Perceptron(3, 2)
-    if here.rank() == 1:
-        other.more = torch.nn.Parameter(torch.ones(1))
-    with pytest.raises(ValueError, match="number"):
-        SlowMo(other, nprocs_per_node=1)(torch.ones(1, 3))
-    return values(again.module)["b1"]
-
-
-def test_a_run_that_goes_on_is_not_compared_and_the_number_of_parameters_is():
-    first, second = spawned(2, resumed_apart)
-    assert not np.array_equal(first, second)

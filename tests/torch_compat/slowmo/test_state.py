@@ -23,7 +23,6 @@ KINDS = {
     "sharded": {"slowmo_frequency": 4, "localsgd_frequency": 2},
     "whole": {"slowmo_frequency": 4, "localsgd_frequency": 2, "slowmo_memory_efficient": False},
     "push-sum sharded": PUSH_SUM,
-    "push-sum whole": {**PUSH_SUM, "slowmo_memory_efficient": False},
     "averages only": {"slowmo_momentum": 0.0, "localsgd_frequency": 3},
 }
 
@@ -203,12 +202,10 @@ class Waves(torch.nn.Module):
         return turned.square().sum() + (self.tied * (1 - 1j)).imag.sum()
 
 
-def plain(base: str):
+def plain():
     """The state of all, and what each process holds."""
     module = Waves()
-    options = {"slowmo_base_algorithm": base, "slowmo_momentum": 0.0, "localsgd_frequency": 2}
-    averaged = True if base == "sgp" else "average"
-    net = SlowMo(module, 1, broadcast_buffers=averaged, **options)
+    net = SlowMo(module, 1, "average", slowmo_momentum=0.0, localsgd_frequency=2)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for _ in range(3):  # the last step leaves replicas apart
         net(torch.tensor(1.0 + here.rank())).backward()
@@ -216,30 +213,21 @@ def plain(base: str):
         net.perform_slowmo(optimizer)
     module.phase += complex(here.rank(), 1)
     state = net.consolidated_state_dict()
-    again = Waves()
-    again.load_state_dict(state, strict=True)
-    return {k: v.numpy() for k, v in state.items() if k != "base"}, values_of(module)
-
-
-def values_of(module) -> dict[str, np.ndarray]:
-    return {k: v.detach().numpy() for k, v in module.state_dict().items() if k != "base"}
-
-
-def plain_of_both():
-    return plain("localsgd"), plain("sgp")
+    Waves().load_state_dict(state, strict=True)
+    return [
+        {k: v.detach().numpy() for k, v in values.items() if k != "base"}
+        for values in (state, module.state_dict())
+    ]
 
 
 def test_a_plain_module_loads_the_state_of_all():
-    results = spawned(3, plain_of_both)
-    for number, base in enumerate(("localsgd", "sgp")):
-        states, own = zip(*(result[number] for result in results), strict=True)
-        for key in ("waves", "weight"):
-            assert not np.array_equal(own[0][key], own[1][key])
-            mean = np.mean([values[key] for values in own], axis=0)
-            for state in states:
-                np.testing.assert_allclose(state[key], mean, rtol=1e-5, err_msg=f"{base} {key}")
-        phase = {"localsgd": 1 + 1j, "sgp": 1j}[base]  # a mean, or rank 0's
-        assert all(np.allclose(state["phase"], phase) for state in states)
+    states, own = zip(*spawned(3, plain), strict=True)
+    for key in ("waves", "weight"):
+        assert not np.array_equal(own[0][key], own[1][key])
+        mean = np.mean([values[key] for values in own], axis=0)
+        for state in states:
+            np.testing.assert_allclose(state[key], mean, rtol=1e-5, err_msg=key)
+    assert all(np.allclose(state["phase"], 1 + 1j) for state in states)
 
 
 # Without devices.

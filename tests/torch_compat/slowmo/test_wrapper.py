@@ -1,12 +1,9 @@
-"""The wrapper in a script: calls in the wrong order, no backward pass, copies."""
+"""The wrapper in a script: calls in the wrong order, no backward pass."""
 
-import copy
 import warnings
 
-import numpy as np
 import slowmo_here as here
 import torch
-from slowmo_models import Perceptron, train_step, values
 from slowmo_spawned import spawned
 
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
@@ -79,20 +76,3 @@ def test_troubles(by):
         assert len(messages) == (key in TROUBLES), (key, messages)
         assert all(TROUBLES[key] in message for message in messages), (key, messages)
     assert found.keys() > TROUBLES.keys()
-
-
-def copied():
-    """A copy trains on in the same run, by itself."""
-    net = SlowMo(Perceptron(8, 6).to(here.device()), nprocs_per_node=1, localsgd_frequency=1)
-    first = values(net.module)["w1"]
-    again = copy.deepcopy(net)
-    train_step(again, torch.optim.SGD(again.parameters(), lr=0.5), 0, 8)
-    return first, values(net.module)["w1"], values(again.module)["w1"]
-
-
-def test_a_copy_trains_by_itself(by):
-    copies = spawned(4, copied, by=by)
-    for before, kept, trained in copies:
-        assert np.array_equal(before, kept)
-        assert not np.array_equal(kept, trained)
-        assert np.array_equal(trained, copies[0][2])

@@ -54,10 +54,9 @@ def result_of(path: Path):
     return pickle.loads(path.read_bytes())
 
 
-def consolidated_by_process_0(freezes: bool):
+def consolidated_by_process_0():
     net, optimizer = built()
-    if freezes:
-        next(net.parameters()).requires_grad_(False)
+    next(net.parameters()).requires_grad_(False)
     train_step(net, optimizer, 0, WIDTH)
     if here.rank():
         return None
@@ -86,8 +85,7 @@ ENDS = {
     "killed": (4, 2, going, 2, "SIGKILL", {}),
     "killed while values are sent": (4, 1, going, 1, "", {"slowmo_base_algorithm": "sgp"}),
     "an exception": (4, 0, going, 0, "exception", {"nprocs_per_node": 2}),
-    "consolidated": (2, 1, consolidated_by_process_0, False),
-    "frozen and consolidated": (2, 1, consolidated_by_process_0, True),
+    "consolidated": (2, 1, consolidated_by_process_0),
     "before": (2, 1, gone_before_the_wrapper_is_made),
 }
 
