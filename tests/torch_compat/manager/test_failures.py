@@ -91,7 +91,6 @@ def broken_after(count: int) -> Iterator[Sample]:
 # Datasets, what is said of them, and the function in the traceback.
 ENDS = {
     "it fails": (lambda: broken_after(5), "failed at sample 5: UnspeakableError", "broken_after"),
-    "it ends": (lambda: DATA[:5], "ended after 5 samples", None),
     "a sample cannot be sent": (
         lambda: [*DATA[:4], {"x": threading.Lock(), "y": DATA[0]["y"]}],
         *("failed at sample 4: TypeError", "dumps"),

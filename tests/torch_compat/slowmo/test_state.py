@@ -58,14 +58,14 @@ def train(net, optimizer, steps) -> None:
         train_step(net, optimizer, t, WIDTH)
 
 
-def saved_and_loaded(value, save=torch.save):
+def saved_and_loaded(value):
     file = io.BytesIO()
-    save(value, file)
+    torch.save(value, file)
     file.seek(0)
     return torch.load(file, weights_only=True)
 
 
-def resumed(kind: str, stops: list[int], save=torch.save):
+def resumed(kind: str, stops: list[int]):
     """State at the end, undisturbed and stopped at each of `stops`, where all starts anew."""
     net, optimizer = built(kind)
     train(net, optimizer, range(11))
@@ -74,8 +74,8 @@ def resumed(kind: str, stops: list[int], save=torch.save):
     begin = 0
     for stop in stops:
         train(net, optimizer, range(begin, stop))
-        state = saved_and_loaded(Outer(net).state_dict(), save)
-        inner = saved_and_loaded(optimizer.state_dict(), save)
+        state = saved_and_loaded(Outer(net).state_dict())
+        inner = saved_and_loaded(optimizer.state_dict())
         net, optimizer = built(kind)
         keys = set(state)
         Outer(net).load_state_dict(state)

@@ -6,87 +6,55 @@ import sys
 import pytest
 import slowmo_here as here
 import torch
+from slowmo_models import Script, message_of
 from slowmo_spawned import BACKENDS, spawned
 
 from support.waiting import PATIENCE_SECONDS
-from torch_compat.errors import UnlikeCallsError
-from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 
-class Training:
-    """A wrapped model and its training steps on a few constant samples."""
-
-    def __init__(self, *, batch_norm: bool = False, **options) -> None:
-        torch.manual_seed(0)
-        layers = [torch.nn.Linear(4, 3), *([torch.nn.BatchNorm1d(3)] if batch_norm else [])]
-        for parameter in layers[0].parameters():
-            torch.nn.init.constant_(parameter, 0.5)  # threads of one process share random numbers
-        self.samples = torch.arange(8.0).reshape(2, 4).to(here.device()) + here.rank()
-        self.net = SlowMo(
-            torch.nn.Sequential(*layers).to(here.device()),
-            **{"nprocs_per_node": 1, "localsgd_frequency": 1, **options},
-        )
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-    def backward(self) -> None:
-        self.net(self.samples).square().sum().backward()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.net.zero_grad()
-        self.net.perform_slowmo(self.optimizer)
-        here.launch()
-
-    def step(self) -> None:
-        self.backward()
-        self.update()
-
-    def message_of(self, call) -> str:
-        """What the call raises, after a step that is alike in all processes."""
-        self.step()
-        try:
-            call()
-        except UnlikeCallsError as error:
-            return str(error)
-        return "no error"
+def after_a_step(call, *more, **options) -> str:
+    """What `call(script)` says, after a step that is alike in all processes."""
+    script = Script(*more, **{"nprocs_per_node": 1, "localsgd_frequency": 1, **options})
+    script.step(0)
+    return message_of(lambda: call(script))
 
 
 def evaluation_in_training_mode():
-    training = Training(batch_norm=True)
-
-    def go_on():
+    def go_on(script):
         if here.rank() == 0:
             with torch.no_grad():
-                training.net(training.samples)
-        training.step()
+                script.net(torch.ones(2, Script.width).to(here.device()))
+        script.step(1)
 
-    return training.message_of(go_on)
+    return after_a_step(go_on, torch.nn.BatchNorm1d(Script.width))
 
 
 def without_a_backward_pass():
-    training = Training(nprocs_per_node=2)
-
-    def go_on():
+    def go_on(script):
         if here.rank() != 3:
-            training.backward()
-        training.update()
+            script.backward(1)
+        script.update()
 
-    return training.message_of(go_on)
+    return after_a_step(go_on, nprocs_per_node=2)
 
 
 def gossip_and_average():
     """Pairs that exchange with each other, of which one takes an exact slow step instead."""
-    frequency = 2 if here.rank() in (1, 3) else 50
-    training = Training(slowmo_base_algorithm="sgp", slowmo_frequency=frequency, graph="ring")
-    return training.message_of(lambda: [training.step() for _ in range(3)])
+    options = {"slowmo_base_algorithm": "sgp", "graph": "ring"}
+    options["slowmo_frequency"] = 2 if here.rank() in (1, 3) else 50
+    return after_a_step(lambda script: [script.step(t) for t in range(3)], **options)
 
 
 def two_wrappers_in_another_order():
     """Sizes and kinds are alike: the parameters of one would be averaged with the other's."""
-    first, second = Training(), Training()
-    second.step()
-    order = [first, second] if here.rank() == 0 else [second, first]
-    return first.message_of(lambda: [one.update() for one in order])
+    other = Script(nprocs_per_node=1, localsgd_frequency=1)
+    other.step(0)
+
+    def go_on(script):
+        for one in [script, other] if here.rank() else [other, script]:
+            one.update()
+
+    return after_a_step(go_on)
 
 
 BUFFERS = "came to the broadcast of buffers before a forward pass"
@@ -97,8 +65,8 @@ UNLIKE = {
     "evaluation in training mode": (
         *(2, evaluation_in_training_mode),
         [
-            f"process 0 {BUFFERS} (32 bytes, after 1 call of perform_slowmo() in 1 step)",
-            f"process 1 {AVERAGE} (84 bytes, after 1 call of perform_slowmo() in 1 step)",
+            f"process 0 {BUFFERS} (40 bytes, after 1 call of perform_slowmo() in 1 step)",
+            f"process 1 {AVERAGE} (264 bytes, after 1 call of perform_slowmo() in 1 step)",
         ],
     ),
     "wrappers in another order": (
