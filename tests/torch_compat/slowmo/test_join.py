@@ -99,20 +99,6 @@ def oracle(
     return history
 
 
-def ring_of(nodes: int):
-    rounds = topology.exchange_rounds(topology.ring(nodes), None)
-
-    def mixing(number: int) -> np.ndarray:
-        chosen = rounds[number % len(rounds)]
-        matrix = np.diag(chosen.kept)
-        for permutation, shares in zip(chosen.permutations, chosen.received, strict=True):
-            for source, target in permutation:
-                matrix[target, source] += shares[target]
-        return matrix
-
-    return mixing
-
-
 SCHEDULE = {"localsgd_frequency": 2, "slowmo_frequency": 4}
 WHOLE = {**SCHEDULE, "slowmo_memory_efficient": False}
 NODES = {**SCHEDULE, "nprocs_per_node": 2}
@@ -136,7 +122,7 @@ def all_trained():
 def expected_of(lengths, by_all: bool, options: dict):
     if "graph" in options:
         size = options.get("nprocs_per_node", 1)
-        mixing = ring_of(WORLD // size)
+        mixing = functools.partial(topology.mixing_matrix, topology.ring(WORLD // size), None)
         options = {"nprocs_per_node": size, "localsgd_frequency": 10**6, "mixing": mixing}
     return oracle(WORLD, lengths, by_all, **options)
 
