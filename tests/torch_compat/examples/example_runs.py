@@ -40,6 +40,8 @@ class Program:
         for number, path in ((1, self._out), (2, self._err)):
             os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
+        if xm := sys.modules.get("torch_xla.core.xla_model"):
+            xm.master_print.__kwdefaults__["fd"] = sys.stdout  # not that of its import
         os.environ.pop("CPU_NUM_DEVICES", None)
         os.environ.update(environment)
         os.chdir(folder)
