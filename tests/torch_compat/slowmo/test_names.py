@@ -30,6 +30,7 @@ class Case:
         self.seed = seed
         self.node = 2 if world == 4 else 1  # processes of a node, whose gradients are averaged
         self.is_sharded = seed % 2 == 0
+        self.has_masters = seed % 3 == 0
         self.local = LOCAL if seed % 4 < 2 else 100
         self.frozen = {}  # by name the steps in which it requires no gradient
         for name in NAMES[1:]:
@@ -116,24 +117,34 @@ def trained(seed: int) -> dict[str, np.ndarray]:
     module = Prescribed().to(device)
     net = case.wrap(module)
     named = dict(module.named_parameters())
-    optimizers = optimizers_of(named, rng)
+    masters = {n: torch.nn.Parameter(p.detach().clone()) for n, p in named.items()}
+    held = masters if case.has_masters else named
+    optimizers = optimizers_of(held, rng)
     for step in range(1, STEPS + 1):
         for name, param in named.items():
             param.requires_grad_(case.trains(name, step))
         if case.forgets_frozen:
-            now = {n: named[n] for n in NAMES if case.trains(n, step)}
+            now = {n: held[n] for n in NAMES if case.trains(n, step)}
             optimizers = optimizers_of(now, rng)
         if step == 6:  # a new program, whose optimizers hold parameters in another order
             state = net.state_dict()
             net = case.wrap(module)
             net.load_state_dict(state)
             if not case.forgets_frozen:
-                optimizers = optimizers_of(named, rng)
+                optimizers = optimizers_of(held, rng)
         net(step).backward()
+        for name, master in masters.items():
+            master.grad = named[name].grad
         for optimizer in optimizers:
             optimizer.step()
+        if case.has_masters:
+            with torch.no_grad():
+                for name, master in masters.items():
+                    named[name].copy_(master)
         net.zero_grad(set_to_none=True)
-        net.perform_slowmo(optimizers)
+        net.perform_slowmo(
+            optimizers, fp32_params=[*masters.values()] if case.has_masters else None
+        )
         here.launch()
     return values(module)
 
