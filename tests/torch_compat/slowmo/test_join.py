@@ -192,48 +192,44 @@ def message_of(call) -> str:
     return "no error"
 
 
+def stop_early() -> None:
+    net, optimizer = built()
+    with net.join(throw_on_early_termination=True):
+        for step in range(2 + here.rank()):
+            step_on_batch(net, optimizer, 0, step)
+
+
+def fail_inside(net, optimizer) -> None:
+    with net.join():
+        step_on_batch(net, optimizer, 0, 0)
+        raise ValueError("bad sample")
+
+
+def without_data(remembers: bool) -> int:
+    net, optimizer = built(slowmo_momentum=0.0, nprocs_per_node=2)
+    if remembers:
+        net._init_global_momentum_buffers(optimizer)
+    with net.join():
+        for step in range(3 * here.rank()):
+            step_on_batch(net, optimizer, 0, step)
+    return net.num_updates
+
+
 def troubles():
-    found = {}
-
-    def stop_early():
-        net, optimizer = built()
-        with net.join(throw_on_early_termination=True):
-            for step in range(2 + here.rank()):
-                step_on_batch(net, optimizer, 0, step)
-
-    def fail_inside():
-        with net.join():
-            step_on_batch(net, optimizer, 0, 0)
-            raise ValueError("bad sample")
-
-    def without_data(remembers=False, **options):
-        net, optimizer = built(**options)
-        if remembers:
-            net._init_global_momentum_buffers(optimizer)
-        with net.join():
-            for step in range(3 * here.rank()):
-                step_on_batch(net, optimizer, 0, step)
-        return net.num_updates
-
-    found["early"] = message_of(stop_early)
+    early = message_of(stop_early)
     net, optimizer = built(localsgd_frequency=1)
-    found["inside"] = message_of(fail_inside)
+    inside = message_of(lambda: fail_inside(net, optimizer))
     step_on_batch(net, optimizer, 0, 1)
-    found["after it"] = net.num_updates
-    found["no data"] = without_data(slowmo_momentum=0.0)
-    node = {"slowmo_momentum": 0.0, "nprocs_per_node": 2}
-    found["no optimizer in a node"] = message_of(functools.partial(without_data, **node))
-    found["no data in a node"] = without_data(remembers=True, **node)
-    return found
+    no_optimizer = message_of(lambda: without_data(remembers=False))
+    return early, inside, net.num_updates, no_optimizer, without_data(remembers=True)
 
 
 def test_troubles():
-    first, second = spawned(2, troubles)
-    assert first["early"] == "RuntimeError: Rank 0 exhausted all inputs."
-    assert "Detected at least one rank that exhausted inputs" in second["early"]
-    for found in (first, second):
-        assert found["inside"] == "ValueError: bad sample"
-        assert found["after it"] == 2
-        assert found["no data"] == 3
-        assert found["no data in a node"] == 3
-        assert "before its data ends; process 0 of 2 has not" in found["no optimizer in a node"]
+    (first, *others), (second, *same) = spawned(2, troubles)
+    assert first == "RuntimeError: Rank 0 exhausted all inputs."
+    assert "Detected at least one rank that exhausted inputs" in second
+    assert others == same
+    inside, num_updates, no_optimizer, without = others
+    assert inside == "ValueError: bad sample"
+    assert (num_updates, without) == (2, 3)
+    assert "before its data ends; process 0 of 2 has not" in no_optimizer
