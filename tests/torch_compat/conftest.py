@@ -19,7 +19,7 @@ if TRACED_ONCE:
 HERE = Path(__file__).parent
 # What needs no torch_xla, but for `slowmo/xla`; tests of groups hold with torch_xla loaded, too.
 WITHOUT_XLA = ("slowmo", "peers", "examples/test_train_torchrun.py", "test_meeting.py")
-IN_BOTH = ("slowmo/xla", "slowmo/backends/test_distributed.py", "slowmo/backends/test_choose.py")
+IN_BOTH = ("slowmo/xla", "slowmo/backends/test_distributed.py")
 
 
 @pytest.hookimpl(tryfirst=True)

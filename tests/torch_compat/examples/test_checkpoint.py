@@ -4,14 +4,6 @@ import torch
 from torch_compat.examples import checkpoint
 
 
-def test_what_was_saved_comes_back_from_a_new_folder(tmp_path):
-    path = tmp_path / "new" / "c.pt"
-    checkpoint.save(path, {"step": 3, "weight": torch.arange(4.0)})
-    state = checkpoint.load(path)
-    assert state["step"] == 3
-    assert torch.equal(state["weight"], torch.arange(4.0))
-
-
 def test_a_save_that_fails_leaves_the_old_checkpoint_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "c.pt"
     checkpoint.save(path, {"step": 1})

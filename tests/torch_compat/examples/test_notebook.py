@@ -3,6 +3,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from example_runs import XLA_FLAGS
 from nbclient import NotebookClient
 
 from support.waiting import PATIENCE_SECONDS
@@ -18,7 +19,7 @@ print(json.dumps({"first": first_loss, "last": mean_loss(model, validation), "lo
 @pytest.fixture
 def _small_run(monkeypatch):
     settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "TPU_MANAGER_STEPS": "25"}
-    for name, value in (settings | {"MPLBACKEND": "agg"}).items():
+    for name, value in (settings | {"MPLBACKEND": "agg", "XLA_FLAGS": XLA_FLAGS}).items():
         monkeypatch.setenv(name, value)
 
 

@@ -7,13 +7,12 @@ from typing import NamedTuple
 import numpy
 import pytest
 import torch
-from models import TRACED_ONCE, PlainTorch, largest_difference, regressor, samples
+from models import TRACED_ONCE, PlainTorch, largest_difference, samples
 from torch import nn
 
 from torch_compat import TPUManager
 
 DATA = samples(48)
-X = [sample["x"] for sample in DATA]
 
 
 def manager_of(model: nn.Module, data=DATA, **kwargs) -> TPUManager:
@@ -26,65 +25,38 @@ class Outputs(NamedTuple):
     loss: torch.Tensor
 
 
-FORMS = {
-    "dict": lambda loss: {"loss": loss},
-    "tuple": lambda loss: (loss, "logits"),
-    "list": lambda loss: [loss],
+# Forms of a batch and of what a model returns.
+BATCHES = {
+    "numpy": lambda sample: sample["x"].numpy(),
+    "tuple": lambda sample: (sample["x"], sample["y"]),
+    "dict": lambda sample: sample,
+}
+OUTPUTS = {
     "tensor": lambda loss: loss.reshape(1),
+    "tuple": lambda loss: (loss, "logits"),
     "attribute": lambda loss: Outputs(torch.zeros(3), loss),
 }
 
 
-class Returns(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.form = regressor(width=32), "dict"
-
-    def forward(self, x, y):
-        return FORMS[self.form](self.inner(x, y)["loss"])
-
-
-def test_forms_of_outputs():
-    model = Returns()
-    plain = PlainTorch(model.inner)
-    with manager_of(model) as manager:
-        for number, model.form in enumerate(FORMS):
-            loss, _ = manager.step()
-            expected = plain.step(DATA[4 * number : 4 * number + 4])
-            assert math.isclose(loss, expected, abs_tol=1e-6), model.form
-            found = manager.get_aggregated_gradients()
-            assert largest_difference(found, plain.gradients()) <= 1e-6, model.form
-
-
-class OfOneTensor(nn.Module):
+class Formed(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.linear = nn.Linear(64, 1)
+        self.linear, self.form = nn.Linear(64, 1), "tensor"
 
     def forward(self, x, y=None):
         target = 0.0 if y is None else y.mean(-1, keepdim=True)
-        return (self.linear(x) - target).square().mean()
+        return OUTPUTS[self.form]((self.linear(x) - target).square().mean())
 
 
-BATCHES = {
-    "tensor": lambda sample: sample["x"],
-    "tuple": lambda sample: (sample["x"], sample["y"]),
-    "list": lambda sample: [sample["x"], sample["y"]],
-    "dict": lambda sample: sample,
-    "numpy": lambda sample: sample["x"].numpy(),
-}
-
-
-def test_forms_of_batches():
+def test_forms_of_batches_and_outputs():
     data = [form(s) for i, form in enumerate(BATCHES.values()) for s in DATA[4 * i : 4 * i + 4]]
-    model = OfOneTensor()
-    reference = OfOneTensor()
+    model = Formed()
+    reference = Formed()
     with manager_of(model, data) as manager:
-        for number, form in enumerate(BATCHES):
+        for number, (form, model.form) in enumerate(zip(BATCHES, OUTPUTS, strict=True)):
             part = torch.utils.data.default_collate(DATA[4 * number : 4 * number + 4])
-            has_y = form in ("tuple", "list", "dict")
-            expected = reference(part["x"], part["y"] if has_y else None)
+            expected = reference(part["x"], part["y"] if form != "numpy" else None)
             expected.backward()
             loss, _ = manager.step()
             assert math.isclose(loss, expected.item(), abs_tol=1e-6), form
@@ -203,7 +175,7 @@ def test_buffers_come_back_from_device_0_and_go_out_with_the_parameters():
         assert int(model.norm.num_batches_tracked) == 3
 
 
-INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool)
+INTEGERS = (torch.uint8, torch.int64, torch.bool)
 
 
 class Frozen(nn.Module):
@@ -218,7 +190,6 @@ class Frozen(nn.Module):
         views = {
             "expanded": rows[5:6].expand(64),
             "strided": rows[::2],
-            "transposed": rows.view(64, 2).t(),
             "overlapping": rows.as_strided((32, 64), (1, 1)),
         }
         for name, value in {**whole, **views}.items():
@@ -249,12 +220,12 @@ def test_frozen_integers_and_tensors_whose_elements_share_memory():
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_precisions(dtype: torch.dtype):
-    model = OfOneTensor().to(dtype)
-    reference = OfOneTensor().to(dtype).double()  # the rounded parameters, exact arithmetic
-    data = [x.to(dtype) for x in X]
-    expected = reference(torch.stack(data[:4]).double())
+def test_half_precision():
+    dtype = torch.bfloat16
+    model = Formed().to(dtype)
+    reference = Formed().to(dtype).double()  # the rounded parameters, exact arithmetic
+    data = [sample["x"].to(dtype) for sample in DATA[:4]]
+    expected = reference(torch.stack(data).double())
     expected.backward()
     with manager_of(model, data) as manager:
         loss, _ = manager.step()
@@ -278,7 +249,7 @@ class Random(nn.Module):
 
 def test_dropout_differs_between_devices_and_repeats_with_the_seed():
     def gradient(seed: int) -> torch.Tensor:
-        with manager_of(Random(), X, seed_base=seed) as manager:
+        with manager_of(Random(), [sample["x"] for sample in DATA], seed_base=seed) as manager:
             manager.step()
             return manager.get_aggregated_gradients()[0]
 
@@ -328,80 +299,3 @@ def test_devices_whose_batches_differ_in_shape_and_structure():
         gradients = manager.get_aggregated_gradients()
     assert largest_difference(gradients, [p.grad for p in reference.parameters()]) < 1e-6
     assert model.calls == 3  # of device 0
-
-
-def test_a_new_shape_compiles_once_and_no_number_of_devices_is_all_there_are():
-    data = sequences(3, 5, 3, 5)
-    with manager_of(Pooled(), data, nprocs=None, batch_size_per_device=1) as manager:
-        compiled = []
-        for _ in range(6):
-            assert manager.step()[1] == 1
-            compiled.append(manager.statistics.compilations)
-        assert manager.nprocs == 1
-    assert compiled[0] >= 1
-    assert compiled[1] >= 1
-    assert compiled[2:] == [0] * 4
-
-
-class Residual(nn.Module):
-    """A block of ResNet-18: convolutions without biases, and a batch norm after each."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-            nn.ReLU(),
-            nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(outputs),
-        )
-        self.past = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-
-    def forward(self, x):
-        return torch.relu(self.inner(x) + self.past(x))
-
-
-class ResNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 8, 7, 2, 3, bias=False),
-            nn.BatchNorm2d(8),
-            nn.ReLU(),
-            nn.MaxPool2d(3, 2, 1),
-            Residual(8, 8, 1),
-            Residual(8, 16, 2),
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Linear(16, 4),
-        )
-
-    def forward(self, x, y):
-        return {"loss": nn.functional.cross_entropy(self.layers(x), y)}
-
-
-def test_a_resnet_trains_as_in_plain_torch():
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(32, 3, 32, 32, generator=generator)
-    data = [{"x": x, "y": torch.tensor(i % 4)} for i, x in enumerate(images)]
-    model = ResNet()
-    plain = PlainTorch(model)
-    rate, batch = 0.05, 8
-    with manager_of(model, data, nprocs=1, batch_size_per_device=batch) as manager:
-        for number in range(4):
-            loss, _ = manager.step()
-            expected = plain.step(data[number * batch : (number + 1) * batch])
-            assert math.isclose(loss, expected, rel_tol=2e-5)
-            found = manager.get_aggregated_gradients()
-            assert largest_difference(found, plain.gradients()) <= 2e-4
-            new = [
-                p.detach() - rate * g
-                for p, g in zip(plain.model.parameters(), plain.gradients(), strict=True)
-            ]
-            manager.update_model_parameters(new)
-            manager.zero_grad()
-            with torch.no_grad():
-                for parameter, value in zip(plain.model.parameters(), new, strict=True):
-                    parameter.copy_(value)
-            plain.model.zero_grad()

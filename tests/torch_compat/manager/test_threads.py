@@ -5,7 +5,6 @@ The device process waits in the model's forward pass until a test opens a gate.
 
 import itertools
 import multiprocessing as mp
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,20 +78,6 @@ def test_everything_but_a_step_goes_on_while_the_devices_compute():
         assert loss == pytest.approx(DATA[1]["y"].square().mean().item(), abs=1e-6)
 
 
-def test_gradients_that_are_dropped_while_the_devices_compute_are_zeroed_before_the_steps_come():
-    model = gated()
-    plain = PlainTorch(regressor(width=32))
-    with manager_of(model) as manager:
-        with running(manager.step):
-            assert ENTERED.wait(PATIENCE_SECONDS)
-            model.zero_grad()  # set_to_none
-            GATE.set()
-        plain.step(DATA[:1])
-        live = manager.get_aggregated_gradients(copy=False)
-        assert largest_difference(live, plain.gradients()) < 1e-6
-        assert all(g is p.grad for g, p in zip(live, model.parameters(), strict=True))
-
-
 class Sums(nn.Module):
     """Every gradient is 1; the loss says how far its parameters are apart."""
 
@@ -134,54 +119,3 @@ def test_no_thread_sees_half_added_gradients_nor_the_devices_half_written_parame
     assert apart == [0.0] * 20
     assert all(len(values) == 1 for values in seen)
     assert len(seen) > 1
-
-
-def test_steps_of_two_threads_come_one_after_the_other():
-    model = regressor(width=32)
-    plain = PlainTorch(model)
-    results = []
-    with manager_of(model) as manager:
-        with (
-            running(lambda: results.append(manager.step())),
-            running(lambda: results.append(manager.step())),
-        ):
-            pass
-        losses = sorted(loss for loss, _ in results)
-        assert losses == pytest.approx(sorted(plain.step([d]) for d in DATA[:2]), abs=1e-6)
-        assert largest_difference(manager.get_aggregated_gradients(), plain.gradients()) < 1e-6
-
-
-@contextmanager
-def on_signal(handler: Callable[[], object]) -> Iterator[threading.Thread]:
-    """Calls `handler` in the main thread when the device process is in a forward pass."""
-
-    def send() -> None:
-        assert ENTERED.wait(PATIENCE_SECONDS)
-        # To the thread that waits in a system call, which no other thread's signal interrupts.
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, lambda *_: handler())
-    try:
-        with running(send) as thread:
-            yield thread
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_handler_may_zero_gradients_during_a_step_but_take_none():
-    model = gated()
-    plain = PlainTorch(regressor(width=32))
-
-    def handle() -> None:
-        manager.zero_grad()
-        manager.step()
-
-    with manager_of(model) as manager:
-        with on_signal(handle), pytest.raises(RuntimeError, match=r"step\(\) .* inside of step"):
-            manager.step()
-        GATE.set()
-        # The step that was interrupted ends, and its gradient counts.
-        loss, _ = manager.step()
-        plain.step(DATA[:1])
-        assert loss == pytest.approx(plain.step(DATA[1:2]), abs=1e-6)
-        assert largest_difference(manager.get_aggregated_gradients(), plain.gradients()) < 1e-6

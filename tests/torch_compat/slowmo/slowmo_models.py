@@ -1,8 +1,15 @@
 """Models, data and steps that several tests share."""
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import slowmo_here as here
 import torch
+
+from torch_compat.errors import PeerLostError, UnlikeCallsError
+from torch_compat.slowmo import SlowMoDistributedDataParallel, _steps
 
 WIDTH, HIDDEN = 512, 1024  # a little more than a million parameters
 
@@ -54,3 +61,48 @@ def values(module) -> dict[str, np.ndarray]:
     """Parameters and buffers on the host."""
     here.launch()
     return {key: value.detach().cpu().numpy().copy() for key, value in module.state_dict().items()}
+
+
+WARNINGS: list[str] = []  # of all processes that are threads of this one
+
+
+class Script:
+    """A wrapped model and its training loop."""
+
+    width = 4
+
+    def __init__(self, *more: torch.nn.Module, **options: Any) -> None:
+        # `warnings.catch_warnings` is no help: threads share it.
+        _steps.warnings = SimpleNamespace(warn=lambda text, **_: WARNINGS.append(text))
+        module = torch.nn.Sequential(Perceptron(self.width, 6), *more)
+        self.net = SlowMoDistributedDataParallel(module.to(here.device()), **options)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
+
+    def backward(self, t: int, module: torch.nn.Module | None = None) -> None:
+        x, y = (torch.tensor(p).to(here.device()) for p in batch(t, here.rank(), self.width))
+        (((module or self.net)(x) - y) ** 2).mean().backward()
+
+    def update(self, calls: int = 1) -> None:
+        self.optimizer.step()
+        self.net.zero_grad()
+        for _ in range(calls):
+            self.net.perform_slowmo(self.optimizer)
+        here.launch()
+
+    def step(self, t: int, calls: int = 1) -> None:
+        self.backward(t)
+        self.update(calls)
+
+    def run(self, steps: int, calls: Callable[[int], int] = lambda t: 1) -> tuple[str, list[str]]:
+        """The error of a script with `calls(t)` calls after step t, and its warnings."""
+        said = message_of(lambda: [self.step(t, int(calls(t))) for t in range(steps)])
+        return said, [text for text in WARNINGS if f"process {here.rank()} of 2" in text]
+
+
+def message_of(call: Callable[[], object]) -> str:
+    """What the call says of other processes."""
+    try:
+        call()
+    except (UnlikeCallsError, PeerLostError) as error:
+        return str(error)
+    return "no error"

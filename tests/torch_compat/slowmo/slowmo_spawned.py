@@ -1,5 +1,6 @@
 """A function in every process of a run, and what it returned in each."""
 
+import itertools
 import multiprocessing as mp
 import pickle
 import tempfile
@@ -35,19 +36,37 @@ def spawned(world: int, function: Callable[..., Any], *args: Any, by: str = "glo
     Raises:
         RuntimeError: the traceback of a process that raised, the first one's.
     """
+    if by == "gloo":
+        return spawned_at_once(world, function, [args])[0]
     with tempfile.TemporaryDirectory() as folder:
-        (_over_gloo if by == "gloo" else _over_xla)(world, Path(folder), function, args)
-        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world)]
+        _over_xla(world, Path(folder), function, args)
+        return _results(world, Path(folder))
 
 
-def _over_gloo(world: int, folder: Path, function: Callable[..., Any], args: tuple) -> None:
-    processes = start_gloo(world, folder, function, *args)
-    for process in processes:
-        process.join(PATIENCE_SECONDS)
-    errors = sorted(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
-    if errors:
-        raise RuntimeError(errors[0].read_text())
-    assert [process.exitcode for process in processes] == [0] * world
+def spawned_at_once(
+    world: int, function: Callable[..., Any], arguments: list[tuple]
+) -> list[list[Any]]:
+    """The same over gloo, for each of the `arguments` in a group that runs beside the others."""
+    with tempfile.TemporaryDirectory() as top:
+        folders = [Path(top) / str(number) for number in range(len(arguments))]
+        for folder in folders:
+            folder.mkdir()
+        groups = [
+            start_gloo(world, folder, function, *args)
+            for folder, args in zip(folders, arguments, strict=True)
+        ]
+        for process in itertools.chain(*groups):
+            process.join(PATIENCE_SECONDS)
+        for folder, group in zip(folders, groups, strict=True):
+            errors = sorted(folder.glob("error*"), key=lambda path: path.stat().st_mtime_ns)
+            if errors:
+                raise RuntimeError(errors[0].read_text())
+            assert [process.exitcode for process in group] == [0] * world
+        return [_results(world, folder) for folder in folders]
+
+
+def _results(world: int, folder: Path) -> list[Any]:
+    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(world)]
 
 
 def start_gloo(

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import dataclasses
 
 import numpy as np
 import pytest
@@ -10,133 +9,12 @@ import slowmo_here as here
 import torch
 from slowmo_models import take_step, values
 from slowmo_spawned import spawned
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from jaxslowmo import topology
 from torch_compat import broadcast_parameters
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
-
-
-@dataclasses.dataclass
-class Output:
-    loss: torch.Tensor
-    other: object = None
-
-
-class Slots:
-    """An output that holds its tensor where neither torch nor Python's `vars` finds it."""
-
-    __slots__ = ("loss",)
-
-    def __init__(self, loss: torch.Tensor) -> None:
-        self.loss = loss
-
-
-# Forms of an output, and how its loss is taken.
-FORMS = {
-    "tensor": (lambda loss: loss, lambda out: out),
-    "dict": (
-        lambda loss: {"logits": loss.detach(), "nested": {"loss": [loss]}},
-        lambda out: out["nested"]["loss"][0],
-    ),
-    "tuple": (lambda loss: (None, "text", (loss,)), lambda out: out[2][0]),
-    "slots": (Slots, lambda out: out.loss),
-    "closure": (lambda loss: lambda: loss, lambda out: out()),
-    "dataclass": (lambda loss: Output(loss.detach(), Output(loss)), lambda out: out.other.loss),
-}
-
-
-class Shaped(torch.nn.Module):
-    """Rank 3 does not use `sometimes`."""
-
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.form = form
-        self.always = torch.nn.Parameter(torch.ones(2))
-        self.sometimes = torch.nn.Parameter(torch.ones(2))
-        self.frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> object:
-        used = self.always * self.frozen
-        if here.rank() != 3:
-            used = used + 2 * self.sometimes
-        return FORMS[self.form][0]((used * x).sum())
-
-
-def gradients(form: str, passes: int):
-    module = Shaped(form).to(here.device())
-    net = SlowMo(module, nprocs_per_node=2)
-    for i in range(passes):
-        x = torch.full((2,), float(here.rank() + 1 + i)).to(here.device())
-        FORMS[form][1](net(x)).backward()
-    here.launch()
-    assert module.frozen.grad is None
-    return module.always.grad.tolist(), module.sometimes.grad.tolist()
-
-
-def fail(gradient):
-    raise RuntimeError("on purpose")
-
-
-def two_forwards():
-    """Two passes, one backward: gradients are exchanged once; a failed backward leaves no trace."""
-    module = Shaped("tensor").to(here.device())
-    net = SlowMo(module, nprocs_per_node=2)
-    x = torch.ones(2).to(here.device())
-    failing = net(x)
-    hook = module.always.register_hook(fail)
-    with pytest.raises(RuntimeError, match="on purpose"):
-        failing.backward()
-    hook.remove()
-    net.zero_grad(set_to_none=True)
-    (net(x) + (1 + here.rank()) * net(x)).backward()
-    here.launch()
-    return module.always.grad.tolist()
-
-
-class Returning(torch.nn.Module):
-    """Results that hold parameters: by themselves, and in a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.ones(2))
-        self.inner = torch.nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> dict:
-        return {"loss": (self.inner(x) * self.weight).sum(), "weight": self.weight, "from": self}
-
-
-def hooks_after(passes: int) -> list[int]:
-    module = Returning().to(here.device())
-    broadcast_parameters(module)
-    net = SlowMo(module, nprocs_per_node=2)
-    for _ in range(passes):
-        out = net(torch.ones(3, 2).to(here.device()))
-        (out["loss"] + out["weight"].sum()).backward()
-    return [
-        len(hooks or ())
-        for param in module.parameters()
-        for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks)
-    ]
-
-
-def all_passes():
-    return (
-        [gradients(form, passes=1) for form in FORMS],
-        gradients("tensor", passes=3),
-        two_forwards(),
-        hooks_after(passes=4),
-    )
-
-
-def test_gradients_are_averaged_in_the_node(by):
-    for rank, (of_forms, accumulated, of_two, hooks) in enumerate(spawned(4, all_passes, by=by)):
-        node = rank // 2
-        # In the second node one process has no gradient: it counts as zero, and nobody waits.
-        assert of_forms == [([[1.5] * 2, [3.5] * 2][node], [3.0] * 2)] * len(FORMS)
-        assert accumulated[0] == [[1.5 + 2.5 + 3.5] * 2, [3.5 + 4.5 + 5.5] * 2][node]
-        assert of_two == [[2.5] * 2, [4.5] * 2][node]
-        assert hooks == [0, 1] * 3, "hooks do not pile up"
 
 
 class Partly(torch.nn.Module):
@@ -162,7 +40,7 @@ def trained_by_adamw(wrapped: str, passes: int, dtype: torch.dtype, set_to_none:
     """Parameters at the end; per step which gradients were None."""
     module = Partly(dtype).to(here.device())
     if wrapped == "DDP":
-        net = torch.nn.parallel.DistributedDataParallel(module, find_unused_parameters=True)
+        net = DistributedDataParallel(module, find_unused_parameters=True)
     else:
         net = SlowMo(module, nprocs_per_node=2, slowmo_momentum=0.0)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
@@ -181,20 +59,21 @@ def trained_by_adamw(wrapped: str, passes: int, dtype: torch.dtype, set_to_none:
 CASES = [
     (1, torch.float32, True),
     (2, torch.float32, True),
-    (1, torch.float32, False),
-    (1, torch.bfloat16, True),
+    (1, torch.bfloat16, False),
 ]
 
 
-def all_trained(wrapped: str):
-    return [trained_by_adamw(wrapped, *case) for case in CASES]
+def all_trained(wrapped: str, cases):
+    return [trained_by_adamw(wrapped, *case) for case in cases]
 
 
 def test_gradients_that_no_process_has_are_those_of_ddp(by):
-    expected, found = spawned(2, all_trained, "DDP"), spawned(2, all_trained, "SlowMo", by=by)
+    cases = CASES if by == "gloo" else CASES[1:2]
+    expected = spawned(2, all_trained, "DDP", cases)
+    found = spawned(2, all_trained, "SlowMo", cases, by=by)
     for ours, theirs in zip(found, expected, strict=True):
         for case, (params, missing), (wanted, missing_there) in zip(
-            CASES, ours, theirs, strict=True
+            cases, ours, theirs, strict=True
         ):
             assert [row[1:] for row in missing] == [row[1:] for row in missing_there]
             tolerance = 0.01 if torch.bfloat16 in case else 1e-6
@@ -299,6 +178,12 @@ def penalised(net) -> None:
     (out.mean() + slope.square().mean()).backward()
 
 
+def in_a_window(net) -> None:
+    with net.no_sync():
+        net(inputs(0)).mean().backward()
+    net(inputs(1)).square().mean().backward()
+
+
 def apart(net) -> None:
     net(inputs(0)).mean().backward(retain_graph=True)
     inner_of(net).auxiliary.backward()
@@ -309,6 +194,20 @@ def in_no_sync(net) -> None:
         net(inputs(0)).mean().backward(retain_graph=True)
         inner_of(net).auxiliary.backward()
     net(inputs(1)).mean().backward()
+
+
+def after_a_failed_one(net) -> None:
+    def fail(gradient):
+        raise RuntimeError("on purpose")
+
+    failing, first = net(inputs(0)).mean(), next(net.parameters())
+    hook = first.register_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        failing.backward()
+    hook.remove()
+    net.zero_grad()
+    net(inputs(1)).mean().backward()
+    assert len(first._post_accumulate_grad_hooks or ()) <= 1, "hooks do not pile up"
 
 
 def inside_alone(net) -> None:
@@ -325,8 +224,8 @@ def inner_of(net) -> torch.nn.Module:
     return getattr(net, "module", net)
 
 
-PASSES = (by_turns, two_then_two, two_then_one, twice, penalised, checkpointed)
-IN_NODES = (*PASSES, apart, in_no_sync, inside_alone)
+PASSES = (by_turns, two_then_two, two_then_one, twice, penalised, in_a_window, checkpointed)
+IN_NODES = (*PASSES, apart, in_no_sync, inside_alone, after_a_failed_one)
 
 
 class Plain(torch.nn.Module):
@@ -354,8 +253,8 @@ def in_a_node() -> dict[str, tuple]:
     def wrap(module):
         return SlowMo(module, nprocs_per_node=2, slowmo_momentum=0.0)
 
-    # torch's checkpoint does not know XLA devices.
-    passes = [f for f in IN_NODES if here.by_gloo() or f is not checkpointed]
+    # torch's checkpoint does not know XLA devices, which compile every pass.
+    passes = IN_NODES if here.by_gloo() else (two_then_two, apart, inside_alone)
     return {f.__name__: (gradients_of(wrap, f), gradients_of(Plain, f)) for f in passes}
 
 
@@ -390,7 +289,7 @@ def with_moving_weights() -> dict[str, tuple]:
         assert net.is_sgp_ps_numerator
         run(Plain(beside))
         grads = [[p.grad.numpy().copy() for p in m.parameters()] for m in (module, beside)]
-        found[run.__name__] = (*grads, float(net.ps_weight))
+        found[run.__name__] = grads
     net(inputs(0)).mean().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward"):
         module.auxiliary.backward()
@@ -399,9 +298,38 @@ def with_moving_weights() -> dict[str, tuple]:
 
 def test_gradients_are_those_of_estimates_where_weights_move():
     for found in spawned(2, with_moving_weights):
-        for name, (ours, plain, _) in found.items():
+        for name, (ours, plain) in found.items():
             for mine, other in zip(ours, plain, strict=True):
                 np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def in_windows(net, pattern: str):
+    """Gradients and buffers after each pass: "n" inside of no_sync, "s" outside, "f" forward alone
+    inside of it and the backward pass after it."""
+    history = []
+    for number, letter in enumerate(pattern):
+        with contextlib.nullcontext() if letter == "s" else net.no_sync():
+            loss = net(inputs(number)).square().mean()
+            if letter == "n":
+                loss.backward()
+        if letter != "n":
+            loss.backward()
+        history += [p.grad.numpy().copy() for p in net.parameters()]
+        history += [b.numpy().copy() for b in net.buffers()]
+        if letter == "s":
+            net.zero_grad()
+    return history
+
+
+def beside_ddp():
+    wraps = (lambda module: SlowMo(module, nprocs_per_node=2), DistributedDataParallel)
+    return [in_windows(wrap(Several()), p) for p in ("snnsns", "fsffs") for wrap in wraps]
+
+
+def test_no_sync_is_that_of_ddp():
+    for runs in spawned(2, beside_ddp):
+        for mine, other in zip(runs[0] + runs[2], runs[1] + runs[3], strict=True):
+            np.testing.assert_allclose(mine, other, rtol=1e-6, atol=1e-7)
 
 
 def evaluating_alone(alone: bool):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import slowmo_here as here
 import torch
-from slowmo_models import take_step, values
+from slowmo_models import take_step
 from slowmo_spawned import spawned
 
 from jaxslowmo import topology
@@ -41,29 +41,14 @@ def broadcast(training: bool, broadcast_buffers: bool):
     return seen.cpu().numpy(), net.module.counts.tolist(), state
 
 
-def batch_norm():
-    """Also what the batches' own statistics make of the buffers."""
-    device, rank = here.device(), here.rank()
-    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
-    torch.nn.init.eye_(module[0].weight)  # threads of one process share their random numbers
-    torch.nn.init.zeros_(module[0].bias)
-    net = SlowMo(module.to(device), nprocs_per_node=1, localsgd_frequency=1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for t in range(3):
-        take_step(net, optimizer, net(torch.full((5, 4), 1.0 + rank + t).to(device)).sum())
-    last = values(net.module)
-    net(torch.ones(2, 4).to(device))  # in training mode: it broadcasts, then sees the same batch
-    return last, values(net.module)
-
-
 def all_broadcasts():
     kept = [broadcast(training, mode) for training, mode in ((True, False), (False, True))]
-    return broadcast(True, True), kept, batch_norm()
+    return broadcast(True, True), kept
 
 
 def test_buffers_of_every_dtype_are_rank_0s_or_stay(by):
     results = spawned(4, all_broadcasts, by=by)
-    for rank, ((seen, counts, state), kept, (last, after)) in enumerate(results):
+    for rank, ((seen, counts, state), kept) in enumerate(results):
         assert seen.tolist() == [7, 7, 7]
         assert counts == [2**40, 0]
         assert state["flags"].tolist() == [1, 0, 1]
@@ -74,9 +59,6 @@ def test_buffers_of_every_dtype_are_rank_0s_or_stay(by):
         for own, own_counts, _ in kept:  # told so, or in evaluation
             assert own.tolist() == [7 + rank] * 3
             assert own_counts == [2**40 + rank, rank]
-        assert last["1.num_batches_tracked"] == 3
-        for key, value in results[0][2][1].items():
-            np.testing.assert_allclose(after[key], value, rtol=1e-6, err_msg=key)
 
 
 SGP = {"slowmo_base_algorithm": "sgp", "slowmo_frequency": 3}
@@ -89,10 +71,7 @@ AVERAGED = {
     "slow steps": (2, 1, SLOW, {2, 3, 4, 6}, {3, 6}),
     "push-sum with means": (2, 1, MEANS | {"mixing": [0.3, 0.6]}, {3, 6}, set()),
     "local sgd": (2, 1, {"localsgd_frequency": 2, "slowmo_momentum": 0.0}, {2, 4, 6}, set()),
-    "whole slow steps": (2, 1, SLOW | WHOLE, {2, 3, 4, 6}, {3}),
-    "sgp": (2, 1, SGP, {3, 6}, {3, 6}),
     "whole sgp": (2, 1, SGP | WHOLE, {3, 6}, {3, 6}),
-    "sgp with means": (2, 1, MEANS, {3, 6}, set()),
     "one node": (2, 2, SLOW | WHOLE, {2, 3, 4, 6}, {2, 3, 4, 6}),
     "nodes of two": (4, 2, {"localsgd_frequency": 2, "slowmo_momentum": 0.0}, {2, 4, 6}, set()),
 }

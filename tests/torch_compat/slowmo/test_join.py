@@ -3,10 +3,9 @@
 import functools
 
 import numpy as np
-import pytest
 import slowmo_here as here
 import torch
-from slowmo_models import take_step
+from slowmo_models import take_step, values
 from slowmo_spawned import spawned
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
@@ -100,57 +99,40 @@ def oracle(
     return history
 
 
-def ring_of(nodes: int):
-    rounds = topology.exchange_rounds(topology.ring(nodes), None)
-
-    def mixing(number: int) -> np.ndarray:
-        chosen = rounds[number % len(rounds)]
-        matrix = np.diag(chosen.kept)
-        for permutation, shares in zip(chosen.permutations, chosen.received, strict=True):
-            for source, target in permutation:
-                matrix[target, source] += shares[target]
-        return matrix
-
-    return mixing
-
-
 SCHEDULE = {"localsgd_frequency": 2, "slowmo_frequency": 4}
 WHOLE = {**SCHEDULE, "slowmo_memory_efficient": False}
 NODES = {**SCHEDULE, "nprocs_per_node": 2}
 SGP = {"slowmo_base_algorithm": "sgp", "graph": "ring", "slowmo_frequency": 4}
 # Per epoch the steps of each process; whether all count in averages; options.
-TWO = [([[3, 9], [6, 2]], True, SCHEDULE), ([[3, 9], [6, 2]], False, SCHEDULE)]
-FOUR = [
-    ([[9, 5, 2, 7]], True, WHOLE),
+CASES = [
+    ([[3, 9, 5, 2], [6, 2, 1, 4]], True, SCHEDULE),
     ([[9, 5, 2, 7]], False, WHOLE),
-    ([[3, 9, 5, 5], [4, 1, 9, 8]], True, NODES),
     ([[3, 9, 5, 4], [4, 1, 9, 8]], False, NODES),
     ([[9, 6, 2, 3]], True, {**NODES, "slowmo_memory_efficient": False}),
     ([[9, 5, 2, 7]], True, SGP),
     ([[3, 9, 5, 5], [4, 1, 9, 8]], True, {**SGP, "nprocs_per_node": 2}),
 ]
+WORLD = 4
 
 
-def all_trained(cases):
-    return [trained(*case) for case in cases]
+def all_trained():
+    return [trained(*case) for case in CASES]
 
 
-def expected_of(world: int, lengths, by_all: bool, options: dict):
-    if "graph" not in options:
-        return oracle(world, lengths, by_all, **options)
-    size = options.get("nprocs_per_node", 1)
-    how = {"nprocs_per_node": size, "localsgd_frequency": 10**6, "mixing": ring_of(world // size)}
-    return oracle(world, lengths, by_all, **how)
+def expected_of(lengths, by_all: bool, options: dict):
+    if "graph" in options:
+        size = options.get("nprocs_per_node", 1)
+        mixing = functools.partial(topology.mixing_matrix, topology.ring(WORLD // size), None)
+        options = {"nprocs_per_node": size, "localsgd_frequency": 10**6, "mixing": mixing}
+    return oracle(WORLD, lengths, by_all, **options)
 
 
-@pytest.mark.parametrize("cases", [TWO, FOUR], ids=["2 processes", "4 processes"])
-def test_training_on_uneven_data(cases):
-    world = len(cases[0][0][0])
-    results = spawned(world, all_trained, cases)
-    for case, (lengths, by_all, options) in enumerate(cases):
-        expected = expected_of(world, lengths, by_all, options)
+def test_training_on_uneven_data():
+    results = spawned(WORLD, all_trained)
+    for case, (lengths, by_all, options) in enumerate(CASES):
+        expected = expected_of(lengths, by_all, options)
         size, updates = options.get("nprocs_per_node", 1), np.cumsum([max(n) for n in lengths])
-        for rank in range(world):
+        for rank in range(WORLD):
             found, whole, num_updates = results[rank][case]
             assert num_updates == updates[-1]
             for (weights, number), theirs, total in zip(found, expected, updates, strict=True):
@@ -171,48 +153,35 @@ def loss_of(net, step: int) -> torch.Tensor:
     return (net(x) - x).square().mean()
 
 
-def state_of(net) -> dict[str, np.ndarray]:
-    return {key: value.numpy().copy() for key, value in net.module.state_dict().items()}
-
-
-def in_windows(beside: bool):
+def in_windows():
     """Windows of two batches, of which process 1 ends in the middle of one; buffers, nodes of two.
 
-    `beside`: another model is trained by DistributedDataParallel before each batch.
+    Another model is trained by DistributedDataParallel before each window.
     """
     net = SlowMo(batch_norm(), 2, localsgd_frequency=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    other = DistributedDataParallel(torch.nn.Linear(WIDTH, 3)) if beside else None
-    context = Join([other, net]) if beside else net.join()
+    other = DistributedDataParallel(torch.nn.Linear(WIDTH, 3))
     updates = (2, 5, 1, 3)[here.rank()]
-    with context:
+    with Join([other, net]):
         for step in range(updates):
-            if other is not None:
-                loss_of(other, step).backward()
+            loss_of(other, step).backward()
             with net.no_sync():
                 loss_of(net, 2 * step).backward()
             take_step(net, optimizer, loss_of(net, 2 * step + 1))
-        if here.rank() == 1 and not beside:
-            loss_of(net, 2 * updates).backward()
     with torch.no_grad():
         net(torch.zeros(2, WIDTH))  # outside of the context: all make the same calls again
     net.zero_grad()
     net.perform_slowmo(optimizer)
-    return state_of(net), net.num_updates
-
-
-def in_windows_alone_and_beside():
-    return in_windows(False), in_windows(True)
+    return values(net.module), net.num_updates
 
 
 def test_windows_of_batches():
-    for results in zip(*spawned(4, in_windows_alone_and_beside), strict=True):
-        first = results[0][0]
-        assert first["1.num_batches_tracked"] >= 9
-        for other, number in results:
-            assert number == 6
-            for key in ("0.weight", "0.bias", "1.weight"):
-                assert np.array_equal(first[key], other[key]), key
+    (first, _), *_ = results = spawned(4, in_windows)
+    assert first["1.num_batches_tracked"] >= 9
+    for other, number in results:
+        assert number == 6
+        for key in ("0.weight", "0.bias", "1.weight"):
+            assert np.array_equal(first[key], other[key]), key
 
 
 def message_of(call) -> str:
@@ -223,58 +192,44 @@ def message_of(call) -> str:
     return "no error"
 
 
+def stop_early() -> None:
+    net, optimizer = built()
+    with net.join(throw_on_early_termination=True):
+        for step in range(2 + here.rank()):
+            step_on_batch(net, optimizer, 0, step)
+
+
+def fail_inside(net, optimizer) -> None:
+    with net.join():
+        step_on_batch(net, optimizer, 0, 0)
+        raise ValueError("bad sample")
+
+
+def without_data(remembers: bool) -> int:
+    net, optimizer = built(slowmo_momentum=0.0, nprocs_per_node=2)
+    if remembers:
+        net._init_global_momentum_buffers(optimizer)
+    with net.join():
+        for step in range(3 * here.rank()):
+            step_on_batch(net, optimizer, 0, step)
+    return net.num_updates
+
+
 def troubles():
-    found = {}
-
-    def stop_early():
-        net, optimizer = built()
-        with net.join(throw_on_early_termination=True):
-            for step in range(2 + here.rank()):
-                step_on_batch(net, optimizer, 0, step)
-
-    def fail_inside():
-        with net.join():
-            step_on_batch(net, optimizer, 0, 0)
-            raise ValueError("bad sample")
-
-    def without_data(remembers=False, **options):
-        net, optimizer = built(**options)
-        if remembers:
-            net._init_global_momentum_buffers(optimizer)
-        with net.join():
-            for step in range(3 * here.rank()):
-                step_on_batch(net, optimizer, 0, step)
-        return net.num_updates
-
-    def with_masters():
-        net, optimizer = built()
-        with net.join():
-            loss_of(torch.nn.Sequential(net), 0).backward()
-            net.perform_slowmo(optimizer, fp32_params=[net.module.weight])
-
-    found["early"] = message_of(stop_early)
+    early = message_of(stop_early)
     net, optimizer = built(localsgd_frequency=1)
-    found["inside"] = message_of(fail_inside)
+    inside = message_of(lambda: fail_inside(net, optimizer))
     step_on_batch(net, optimizer, 0, 1)
-    found["after it"] = net.num_updates
-    found["masters"] = message_of(with_masters)
-    found["no data"] = without_data(slowmo_momentum=0.0)
-    found["no optimizer"] = message_of(without_data)
-    node = {"slowmo_momentum": 0.0, "nprocs_per_node": 2}
-    found["no optimizer in a node"] = message_of(functools.partial(without_data, **node))
-    found["no data in a node"] = without_data(remembers=True, **node)
-    return found
+    no_optimizer = message_of(lambda: without_data(remembers=False))
+    return early, inside, net.num_updates, no_optimizer, without_data(remembers=True)
 
 
 def test_troubles():
-    first, second = spawned(2, troubles)
-    assert first["early"] == "RuntimeError: Rank 0 exhausted all inputs."
-    assert "Detected at least one rank that exhausted inputs" in second["early"]
-    for found in (first, second):
-        assert found["inside"] == "ValueError: bad sample"
-        assert found["after it"] == 2
-        assert "`fp32_params` must be None inside of join()" in found["masters"]
-        assert found["no data"] == 3
-        assert found["no data in a node"] == 3
-        for case in ("no optimizer", "no optimizer in a node"):
-            assert "before its data ends; process 0 of 2 has not" in found[case]
+    (first, *others), (second, *same) = spawned(2, troubles)
+    assert first == "RuntimeError: Rank 0 exhausted all inputs."
+    assert "Detected at least one rank that exhausted inputs" in second
+    assert others == same
+    inside, num_updates, no_optimizer, without = others
+    assert inside == "ValueError: bad sample"
+    assert (num_updates, without) == (2, 3)
+    assert "before its data ends; process 0 of 2 has not" in no_optimizer

@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 import slowmo_here as here
 import torch
-from slowmo_alone import build
 from slowmo_models import take_step, values
-from slowmo_spawned import spawned
+from slowmo_spawned import BACKENDS, spawned
 
-from support.refusals import Refusal, each
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 NAMES = ("a", "b", "c", "d", "e")  # of equal sizes, so that an order by sizes would mix them
@@ -136,7 +134,7 @@ def trained(seed: int) -> dict[str, np.ndarray]:
                 optimizers = optimizers_of(held, rng)
         net(step).backward()
         for name, master in masters.items():
-            master.grad = named[name].grad if case.has_masters else None
+            master.grad = named[name].grad
         for optimizer in optimizers:
             optimizer.step()
         if case.has_masters:
@@ -144,12 +142,14 @@ def trained(seed: int) -> dict[str, np.ndarray]:
                 for name, master in masters.items():
                     named[name].copy_(master)
         net.zero_grad(set_to_none=True)
-        given = [*masters.values()] if case.has_masters else None
-        net.perform_slowmo(optimizers, fp32_params=given)
+        net.perform_slowmo(
+            optimizers, fp32_params=[*masters.values()] if case.has_masters else None
+        )
         here.launch()
     return values(module)
 
 
+# Among them are parameters unfrozen later, and frozen until the end.
 SEEDS = range(12)
 
 
@@ -157,8 +157,8 @@ def all_trained(seeds) -> list[dict[str, np.ndarray]]:
     return [trained(seed) for seed in seeds]
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_any_order_and_number_of_optimizers_frozen_and_unfrozen(by, world):
+@pytest.mark.parametrize(("world", "by"), [(2, "gloo"), *((4, by) for by in BACKENDS)])
+def test_any_order_and_number_of_optimizers_frozen_and_unfrozen(world, by):
     seeds = SEEDS if by == "gloo" else SEEDS[::4]
     results = spawned(world, all_trained, seeds, by=by)
     for i, seed in enumerate(seeds):
@@ -171,99 +171,56 @@ def test_any_order_and_number_of_optimizers_frozen_and_unfrozen(by, world):
                 )
 
 
-def test_the_draw_holds_what_it_should():
-    cases = [Case(seed, 2) for seed in SEEDS]
-    ever = [(case, name, steps) for case in cases for name, steps in case.frozen.items()]
-    assert any(1 in steps and len(steps) < STEPS for _, _, steps in ever), "unfrozen later"
-    assert any(1 not in steps and len(steps) and steps[-1] >= STEPS for _, _, steps in ever)
-    assert len({(c.is_sharded, c.has_masters, c.forgets_frozen) for c in cases}) >= 6
-
-
-def with_groups(num_groups: int) -> dict[str, np.ndarray]:
-    """Rates that fall and grow again, and parameters that come later, in one group or several."""
-    module = Prescribed()
-    module.b.requires_grad_(False)
-    net = SlowMo(module, 1, slowmo_frequency=2, localsgd_frequency=2, slowmo_momentum=0.9)
-    named = [*module.parameters()]
-    parts = np.array_split(range(len(named)), num_groups)
-    optimizer = torch.optim.SGD([{"params": [named[i] for i in part]} for part in parts], lr=0.1)
-    for step in range(10):
-        module.b.requires_grad_(step >= 4)
-        for group in optimizer.param_groups:
-            group["lr"] = 0.001 if 4 <= step < 6 else 0.1
-        take_step(net, optimizer, net(step))
-    return values(module)
-
-
-def one_group_and_several():
-    return with_groups(1), with_groups(5)
-
-
-def test_one_group_is_as_several():
-    for one, several in spawned(2, one_group_and_several):
-        for name in NAMES:
-            np.testing.assert_allclose(one[name], several[name], rtol=1e-6, err_msg=name)
-
-
-def frozen_with_a_gradient(has_masters: bool):
+def frozen_with_a_gradient() -> dict[str, np.ndarray]:
     """Momentum and weight decay move a frozen parameter until its gradient is None."""
     module = Prescribed()
-    module.e.requires_grad_(False)
     net = SlowMo(module, 1, slowmo_frequency=4, localsgd_frequency=2)
-    held = [p for p in module.parameters() if p.requires_grad]
-    masters = [torch.nn.Parameter(p.detach().clone()) for p in held]
-    optimizer = torch.optim.SGD(
-        masters if has_masters else held, lr=0.1, momentum=0.9, weight_decay=0.1
-    )
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
     for step in range(8):
-        if step == 3:
-            module.b.requires_grad_(False)
+        module.b.requires_grad_(step < 3)
         net(step).backward()
-        for param, master in zip(held, masters, strict=True):
-            master.grad = param.grad if has_masters else None
         optimizer.step()
-        if has_masters:
-            with torch.no_grad():
-                for param, master in zip(held, masters, strict=True):
-                    param.copy_(master)
-        net.perform_slowmo(optimizer, fp32_params=masters if has_masters else None)
-        net.zero_grad(set_to_none=has_masters)
+        net.perform_slowmo(optimizer)
+        net.zero_grad(set_to_none=False)
     return values(module)
 
 
-def both_frozen_with_a_gradient():
-    return frozen_with_a_gradient(False), frozen_with_a_gradient(True)
-
-
-def test_what_an_optimizer_still_moves_is_still_sent():
-    (first, masters), (second, others) = spawned(2, both_frozen_with_a_gradient)
-    for name in NAMES:
-        assert np.array_equal(first[name], second[name]), name
-        assert np.array_equal(masters[name], others[name]), name
-
-
-def called_with_other_weights() -> dict[str, np.ndarray]:
+def all_frozen_for_a_while() -> dict[str, np.ndarray]:
     module = Prescribed()
     net = SlowMo(module, 1, slowmo_frequency=1)
-    others = {name: param + 5 for name, param in net.named_parameters()}
-    torch.func.functional_call(net, others, (1,)).backward()
-    net.zero_grad()
-    return one_step(net)
-
-
-def one_step(net) -> dict[str, np.ndarray]:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    take_step(net, optimizer, net(1))
+    for step in range(4):
+        module.requires_grad_(step != 2)
+        before = values(module)
+        if step != 2:
+            net(step).backward()
+            optimizer.step()
+        net.zero_grad(set_to_none=True)
+        net.perform_slowmo(optimizer)
+        assert np.array_equal(before["a"], values(module)["a"]) == (step == 2)
+    return values(module)
+
+
+def called_with_other_weights(is_called: bool) -> dict[str, np.ndarray]:
+    net = SlowMo(Prescribed(), 1, slowmo_frequency=1)
+    if is_called:
+        others = {name: param + 5 for name, param in net.named_parameters()}
+        torch.func.functional_call(net, others, (1,)).backward()
+        net.zero_grad()
+    take_step(net, torch.optim.SGD(net.parameters(), lr=0.1), net(1))
     return values(net.module)
 
 
-def called_and_not():
-    return called_with_other_weights(), one_step(SlowMo(Prescribed(), 1, slowmo_frequency=1))
+def trained_by_hand():
+    pairs = [(called_with_other_weights(False), called_with_other_weights(True))]
+    return pairs, [frozen_with_a_gradient(), all_frozen_for_a_while()]
 
 
-def test_a_functional_call_is_no_first_forward_pass():
-    for called, plain in spawned(2, called_and_not):
-        assert all(np.array_equal(called[name], plain[name]) for name in NAMES)
+def test_functional_calls_and_frozen_parameters():
+    (pairs, first), (_, second) = spawned(2, trained_by_hand)
+    for one, other in [*pairs, *zip(first, second, strict=True)]:
+        for name in NAMES:
+            np.testing.assert_allclose(one[name], other[name], rtol=1e-6, err_msg=name)
 
 
 class Adapted(torch.nn.Module):
@@ -283,7 +240,6 @@ class Adapted(torch.nn.Module):
 
 
 WAYS = {
-    "local sgd": {"slowmo_momentum": 0.0, "localsgd_frequency": 1},
     "slowmo": {"slowmo_frequency": 2, "localsgd_frequency": 1},
     "whole": {"slowmo_frequency": 2, "localsgd_frequency": 1, "slowmo_memory_efficient": False},
     "sgp": {"slowmo_momentum": 0.0, "slowmo_base_algorithm": "sgp"},
@@ -359,65 +315,3 @@ def test_processes_that_train_different_parameters_are_named():
             assert "`module`" in text
             assert "'b', 'c'" in text
             assert "processes 1 of 2" in text
-
-
-def all_frozen_for_a_while() -> dict[str, np.ndarray]:
-    module = Prescribed()
-    net = SlowMo(module, 1, slowmo_frequency=1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(4):
-        module.requires_grad_(step != 2)
-        if step != 2:
-            net(step).backward()
-        optimizer.step()
-        net.zero_grad(set_to_none=True)
-        before = values(module)
-        net.perform_slowmo(optimizer)
-        if step == 2:
-            assert all(np.array_equal(before[n], v) for n, v in values(module).items())
-    return values(module)
-
-
-def test_all_may_be_frozen_for_a_while():
-    first, second = spawned(2, all_frozen_for_a_while)
-    assert all(np.array_equal(first[n], second[n]) for n in NAMES)
-
-
-def left_as_fairscale_does():
-    module = Prescribed()
-    net = SlowMo(module, 1, slowmo_frequency=1)
-    optimizer = torch.optim.SGD([module.c, module.a], lr=0.1)
-    outside = torch.optim.SGD([module.b, module.d, module.e], lr=0.1)
-    net(1).backward()
-    optimizer.step()
-    outside.step()
-    net.perform_slowmo(optimizer, others="fairscale")
-    return values(module)
-
-
-def test_others_stay_in_each_process():
-    first, second = spawned(2, left_as_fairscale_does)
-    assert {n for n in NAMES if np.array_equal(first[n], second[n])} == {"a", "c"}
-
-
-def performed(groups, **options) -> None:
-    net = build(world=1, rank=0, module=Prescribed())
-    named = dict(net.module.named_parameters())
-    optimizers = [torch.optim.SGD([named[n] for n in names], lr=0.1) for names in groups]
-    net.perform_slowmo(optimizers, **options)
-
-
-REFUSED = {
-    "parameters left out": Refusal(
-        lambda: performed(["ab", "c"]), "`optimizer`", "2 are missing, such as 'd'"
-    ),
-    "one twice": Refusal(lambda: performed(["abc", "cde"]), "`optimizer`", "'c'"),
-    "others": Refusal(lambda: performed(["abcde"], others="none"), "`others`", "'none'"),
-    "no optimizers": Refusal(lambda: performed([]), "`optimizer`", "[]"),
-}
-
-
-@each(REFUSED)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_refused(refusal):
-    refusal.check()

@@ -4,7 +4,6 @@ import copy
 import warnings
 
 import numpy as np
-import pytest
 import slowmo_here as here
 import torch
 from slowmo_models import take_step, values
@@ -14,7 +13,6 @@ from jaxslowmo import topology
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 RATE, MOMENTUM, EVERY = 0.1, 0.5, 2
-WAYS = {"sharded": True, "whole": False}
 
 
 class Headed(torch.nn.Module):
@@ -28,10 +26,10 @@ class Headed(torch.nn.Module):
         return (1 + rank) * (self.body.sum() + self.head.sum())
 
 
-def replaced(classes: int, sharded: bool, forward_first: bool):
+def replaced(classes: int, sharded: bool):
     """Train with one head, and then with another of so many classes, under the same name."""
     options = {"slowmo_memory_efficient": sharded, "localsgd_frequency": 1}
-    net = SlowMo(Headed(4).to(here.device()), 1, slowmo_frequency=EVERY, **options)
+    net = SlowMo(Headed(4), 1, slowmo_frequency=EVERY, **options)
 
     def train(steps: int) -> None:
         optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
@@ -39,20 +37,10 @@ def replaced(classes: int, sharded: bool, forward_first: bool):
             take_step(net, optimizer, net(here.rank()))
 
     train(EVERY)
-    if not forward_first:
-        net(here.rank())  # the old one
-    net.module.head = torch.nn.Parameter(torch.full((classes,), 7.0, device=here.device()))
+    net.module.head = torch.nn.Parameter(torch.full((classes,), 7.0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if forward_first:
-            train(2 * EVERY)
-        else:
-            optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
-            for parameter in net.parameters():
-                parameter.grad = torch.full_like(parameter, 1 + here.rank())
-            optimizer.step()
-            net.perform_slowmo(optimizer)
-            train(2 * EVERY - 1)
+        train(2 * EVERY)
     said = [str(w.message) for w in caught if "'head'" in str(w.message)]
     return values(net.module), said
 
@@ -66,21 +54,20 @@ def slow_steps(value: float, number: int) -> float:
     return value
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("classes", [2, 4, 9])
-def test_a_new_parameter_under_an_old_name_starts_anew(classes, way):
-    for state, said in spawned(2, replaced, classes, WAYS[way], True):
-        np.testing.assert_allclose(state["head"], np.full(classes, slow_steps(7, 2)), rtol=1e-6)
-        np.testing.assert_allclose(state["body"], np.full(3, slow_steps(1, 3)), rtol=1e-6)
-        assert len(said) == 1
+# Numbers of classes: fewer, as many, more; whether slow momentum is sharded.
+CASES = [(2, True), (4, False), (9, True), (9, False)]
 
 
-def test_a_parameter_replaced_between_forward_and_step_has_no_old_anchor():
-    for state, said in spawned(2, replaced, 9, True, False):
-        wanted = slow_steps(7 - RATE * 1.5, 2) + RATE * 1.5  # its start is after the first step
-        assert abs(state["head"] - wanted).max() < 0.2
-        assert state["head"].shape == (9,)
-        assert len(said) == 1
+def replaced_in_all_ways():
+    return [replaced(*case) for case in CASES]
+
+
+def test_a_new_parameter_under_an_old_name_starts_anew():
+    for results in spawned(2, replaced_in_all_ways):
+        for (classes, _), (state, said) in zip(CASES, results, strict=True):
+            np.testing.assert_allclose(state["head"], np.full(classes, slow_steps(7, 2)), rtol=1e-6)
+            np.testing.assert_allclose(state["body"], np.full(3, slow_steps(1, 3)), rtol=1e-6)
+            assert len(said) == 1
 
 
 def loaded(sharded: bool, anchors_again: bool):
@@ -106,15 +93,18 @@ def loaded(sharded: bool, anchors_again: bool):
     return values(net.module), early, [str(w.message) for w in caught]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_loading_in_the_middle_warns_unless_slow_momentum_is_anchored_again(way):
-    for state, early, said in spawned(2, loaded, WAYS[way], True):
-        assert (early, said) == (0, [])
-        np.testing.assert_allclose(state["body"], 5.0, atol=1e-4)
-    for _, early, said in spawned(2, loaded, WAYS[way], False):
-        assert early == 0
-        assert len(said) == 1
-        assert "_init_global_momentum_buffers(optimizer)" in said[0]
+def loaded_in_all_ways():
+    return [loaded(sharded, again) for sharded in (True, False) for again in (True, False)]
+
+
+def test_loading_in_the_middle_warns_unless_slow_momentum_is_anchored_again():
+    for results in spawned(2, loaded_in_all_ways):
+        assert [early for _, early, _ in results] == [0] * 4
+        for (state, _, said), (_, _, warned) in (results[:2], results[2:]):
+            assert said == []
+            np.testing.assert_allclose(state["body"], 5.0, atol=1e-4)
+            assert len(warned) == 1
+            assert "_init_global_momentum_buffers(optimizer)" in warned[0]
 
 
 class Target(torch.nn.Module):
@@ -140,42 +130,43 @@ def followed(buffers, for_resuming: bool):
     return {name: value.numpy() for name, value in state.items()}, values(net.module)["target"]
 
 
-@pytest.mark.parametrize("for_resuming", [False, True])
-@pytest.mark.parametrize("buffers", [True, "average", False])
-def test_frozen_parameters_that_forward_writes_are_one_state_for_all(buffers, for_resuming):
-    (one, own), (other, others) = spawned(2, followed, buffers, for_resuming)
-    assert abs(own - others).min() > 0.9
-    for name, value in one.items():
-        np.testing.assert_array_equal(value, other[name], err_msg=name)
-    target = one["module.target" if for_resuming else "target"]
-    np.testing.assert_array_equal(target, (own + others) / 2 if buffers == "average" else own)
+FOLLOWED = [(True, False), ("average", True), (False, False)]
+
+
+def followed_in_all_ways():
+    return [followed(*case) for case in FOLLOWED]
+
+
+def test_frozen_parameters_that_forward_writes_are_one_state_for_all():
+    for case, *results in zip(FOLLOWED, *spawned(2, followed_in_all_ways), strict=True):
+        (one, own), (other, others) = results
+        assert abs(own - others).min() > 0.9
+        for name, value in one.items():
+            np.testing.assert_array_equal(value, other[name], err_msg=name)
+        target = one["module.target" if case[1] else "target"]
+        wanted = (own + others) / 2 if case[0] == "average" else own
+        np.testing.assert_array_equal(target, wanted)
 
 
 def pushed(default: torch.dtype):
     torch.set_default_dtype(default)
     module = torch.nn.Linear(3, 3, bias=False, dtype=torch.float32)
     torch.nn.init.constant_(module.weight, 1.0 + here.rank())
-    mixing = topology.self_weighted([0.3, 0.6])
-    net = SlowMo(
-        module,
-        1,
-        slowmo_base_algorithm="sgp",
-        mixing=mixing,
-        slowmo_momentum=0.0,
-        init_sync=False,
-    )
+    options = {"slowmo_base_algorithm": "sgp", "mixing": topology.self_weighted([0.3, 0.6])}
+    net = SlowMo(module, 1, **options, slowmo_momentum=0.0, init_sync=False)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
-    x = torch.ones(1, 3, dtype=torch.float32)
     for _ in range(3):
-        take_step(net, optimizer, net(x).sum())
-    weight = net.ps_weight
-    state = net.consolidated_state_dict(for_resuming=True)
-    return weight.dtype, weight.item(), state["ps_weight"].dtype, values(net.module)
+        take_step(net, optimizer, net(torch.ones(1, 3, dtype=torch.float32)).sum())
+    assert net.ps_weight.dtype == torch.float32
+    assert net.consolidated_state_dict(for_resuming=True)["ps_weight"].dtype == torch.float32
+    return net.ps_weight.item(), values(net.module)["weight"]
+
+
+def pushed_by_default_and_in_half():
+    return pushed(torch.float32), pushed(torch.bfloat16)
 
 
 def test_the_push_sum_weight_is_float32_whatever_the_default():
-    half, full = (spawned(2, pushed, dtype) for dtype in (torch.bfloat16, torch.float32))
-    for (dtype, weight, saved, state), (_, wanted, _, wanted_state) in zip(half, full, strict=True):
-        assert dtype == saved == torch.float32
-        assert weight == wanted
-        np.testing.assert_array_equal(state["weight"], wanted_state["weight"])
+    for (weight, params), (of_half, others) in spawned(2, pushed_by_default_and_in_half):
+        assert weight == of_half
+        np.testing.assert_array_equal(params, others)

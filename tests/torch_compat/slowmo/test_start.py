@@ -8,23 +8,6 @@ from slowmo_spawned import spawned
 
 from torch_compat import broadcast_parameters
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
-from torch_compat.slowmo._start import checksum
-
-DTYPES = [
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
-    *(torch.bool, torch.uint8, torch.int16, torch.int64, torch.float8_e4m3fn),
-]
-
-
-def test_a_checksum_is_of_all_bits_in_the_order_of_elements():
-    for dtype in DTYPES:
-        tensor = (torch.randn(7, 3) * 9).to(dtype)
-        assert checksum(tensor) == checksum(tensor.T.contiguous().T)
-        for i in range(tensor.nbytes):
-            other = tensor.clone()
-            other.view(-1).view(torch.uint8)[i] ^= 1
-            assert checksum(other) != checksum(tensor)
-        assert checksum(tensor[:0]) == 0
 
 
 def started(differing: tuple[int, ...] = (), **how):
@@ -78,36 +61,3 @@ def test_processes_begin_equal_or_are_named_with_what_differs(by):
             assert np.array_equal(value, result["made equal"][key]), key
         assert result["made equal"]["b1"].tolist() == [1, 1]
         assert result["made equal"]["seen"].tolist() == [True, True]
-
-
-def sizes_that_differ():
-    module = Perceptron(3, 2)
-    if here.rank() == 1:
-        module.more = torch.nn.Parameter(torch.ones(1))
-    net = SlowMo(module, nprocs_per_node=1)
-    try:
-        net(torch.ones(1, 3))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def resumed_apart():
-    """Replicas that differ in the middle of a period go on."""
-    module = Perceptron(3, 2)
-    net = SlowMo(module, nprocs_per_node=1, slowmo_momentum=0.0)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    net(torch.full((1, 3), 1.0 + here.rank())).sum().backward()
-    optimizer.step()
-    net.perform_slowmo(optimizer)
-    again = SlowMo(Perceptron(3, 2), nprocs_per_node=1, slowmo_momentum=0.0)
-    again.load_state_dict(net.state_dict())
-    again(torch.ones(1, 3))
-    return sizes_that_differ(), values(again.module)["b1"]
-
-
-def test_their_number_is_compared_and_a_run_that_goes_on_is_not():
-    (message, first), (_, second) = spawned(2, resumed_apart)
-    assert "process" in message
-    assert "number" in message
-    assert not np.array_equal(first, second)

@@ -1,12 +1,9 @@
-"""The wrapper in a script: calls in the wrong order, no backward pass, copies."""
+"""The wrapper in a script: calls in the wrong order, no backward pass."""
 
-import copy
 import warnings
 
-import numpy as np
 import slowmo_here as here
 import torch
-from slowmo_models import Perceptron, train_step, values
 from slowmo_spawned import spawned
 
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
@@ -40,9 +37,6 @@ def one_device_troubles() -> dict[str, list[str]]:
         net.perform_slowmo(optimizer)
 
     found = {}
-    elsewhere = torch.nn.Linear(2, 2, device="meta")
-    net, optimizer = built(torch.nn.Sequential(torch.nn.Linear(2, 2).to(device), elsewhere))
-    found["elsewhere"] = messages(lambda: net(torch.ones(1, 2)))
     net, optimizer = built()
     found["no forward"] = messages(lambda: net.perform_slowmo(optimizer))
     found["no forward again"] = messages(lambda: net.perform_slowmo(optimizer))
@@ -55,30 +49,21 @@ def one_device_troubles() -> dict[str, list[str]]:
     found["more parameters"] = messages(lambda: net.perform_slowmo(optimizer))
     found["more parameters again"] = messages(lambda: net.perform_slowmo(optimizer))
     net, optimizer = built()
-    add(optimizer)
-    found["others"] = messages(lambda: step(net, optimizer))
-    net, optimizer = built()
     optimizer.param_groups[0]["lr"] = None  # as Adafactor's with relative_step
     found["no rate"] = messages(lambda: step(net, optimizer))
-    net, optimizer = built(slowmo_momentum=0.0)
-    del optimizer.param_groups[0]["lr"]
-    found["no rate without slow momentum"] = messages(lambda: step(net, optimizer))
     light = torch.nn.Linear(2, 2).to(device, torch.bfloat16)
     net, optimizer = built(light)
     found["half"] = messages(lambda: step(net, optimizer))
     net, optimizer = built(light, slowmo_momentum=0.0)
     found["half without masters"] = messages(lambda: step(net, optimizer))
-    found["half without masters again"] = messages(lambda: step(net, optimizer))
     return found
 
 
 # The argument, or what else the only message must name.
 TROUBLES = {
-    "elsewhere": "ValueError: `module`",
     "no forward": "anchored at the present parameters",
     "eval only": "anchored at the present parameters",
     "more parameters": "`optimizer` holds 1",
-    "others": "`optimizer` holds 1",
     "no rate": "ValueError: `optimizer`",
     "half": "ValueError: `optimizer` must hold float32",
     "half without masters": "`fp32_params`",
@@ -91,20 +76,3 @@ def test_troubles(by):
         assert len(messages) == (key in TROUBLES), (key, messages)
         assert all(TROUBLES[key] in message for message in messages), (key, messages)
     assert found.keys() > TROUBLES.keys()
-
-
-def copied():
-    """A copy trains on in the same run, by itself."""
-    net = SlowMo(Perceptron(8, 6).to(here.device()), nprocs_per_node=1, localsgd_frequency=1)
-    first = values(net.module)["w1"]
-    again = copy.deepcopy(net)
-    train_step(again, torch.optim.SGD(again.parameters(), lr=0.5), 0, 8)
-    return first, values(net.module)["w1"], values(again.module)["w1"]
-
-
-def test_a_copy_trains_by_itself(by):
-    copies = spawned(4, copied, by=by)
-    for before, kept, trained in copies:
-        assert np.array_equal(before, kept)
-        assert not np.array_equal(kept, trained)
-        assert np.array_equal(trained, copies[0][2])

@@ -2,14 +2,11 @@
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from support.refusals import Refusal
-from torch_compat import TPUDataManager
 from torch_compat.xla_worker import send_to_device
 
 
@@ -38,9 +35,3 @@ def test_structure_of_a_batch_is_kept(monkeypatch: pytest.MonkeyPatch):
     assert moved == {"a": one, "b": [one, "x", (one, 3)], "c": Pair(one, 5), "d": Item(one, "y")}
     assert transfers == [5]
     assert send_to_device("text", torch.device("xla")) == "text"
-
-
-def test_what_a_device_cannot_ask_for():
-    ask = partial(TPUDataManager([], nprocs=1).get_device_dataloader, device=torch.device("cpu"))
-    Refusal(lambda: ask(index=0, num_workers=2), "`num_workers`", 2).check()
-    Refusal(lambda: ask(index=1), "`index`", 1).check()

@@ -3,131 +3,58 @@
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import slowmo_here as here
 import torch
-from slowmo_models import values
+from slowmo_models import Script, message_of
 from slowmo_spawned import BACKENDS, spawned
 
 from support.waiting import PATIENCE_SECONDS
-from torch_compat.errors import UnlikeCallsError
-from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
 
-class Training:
-    """A wrapped model and its training steps on a few constant samples."""
-
-    def __init__(self, *, batch_norm: bool = False, **options) -> None:
-        torch.manual_seed(0)
-        layers = [torch.nn.Linear(4, 3), *([torch.nn.BatchNorm1d(3)] if batch_norm else [])]
-        for parameter in layers[0].parameters():
-            torch.nn.init.constant_(parameter, 0.5)  # threads of one process share random numbers
-        self.samples = torch.arange(8.0).reshape(2, 4).to(here.device()) + here.rank()
-        self.net = SlowMo(
-            torch.nn.Sequential(*layers).to(here.device()),
-            **{"nprocs_per_node": 1, "localsgd_frequency": 1, **options},
-        )
-        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-
-    def backward(self) -> None:
-        self.net(self.samples).square().sum().backward()
-
-    def update(self) -> None:
-        self.optimizer.step()
-        self.net.zero_grad()
-        self.net.perform_slowmo(self.optimizer)
-        here.launch()
-
-    def step(self) -> None:
-        self.backward()
-        self.update()
-
-    def message_of(self, call) -> str:
-        """What the call raises, after a step that is alike in all processes."""
-        self.step()
-        try:
-            call()
-        except UnlikeCallsError as error:
-            return str(error)
-        return "no error"
-
-
-def evaluation_by_process_0():
-    """Parameters with an evaluation by one process alone after each step, and without."""
-    found = []
-    for evaluates in (True, False):
-        training = Training(batch_norm=True)
-        for _ in range(3):
-            training.step()
-            if evaluates and here.rank() == 0:
-                training.net.eval()
-                with torch.no_grad():
-                    assert torch.isfinite(training.net(training.samples).cpu()).all()
-                here.launch()
-                training.net.train()
-        found.append(values(training.net.module))
-    return found
-
-
-def test_evaluation_by_one_process_alone_changes_nothing(by):
-    (evaluated, without), _ = spawned(2, evaluation_by_process_0, by=by)
-    for key, value in without.items():
-        assert np.array_equal(evaluated[key], value), key
+def after_a_step(call, *more, **options) -> str:
+    """What `call(script)` says, after a step that is alike in all processes."""
+    script = Script(*more, **{"nprocs_per_node": 1, "localsgd_frequency": 1, **options})
+    script.step(0)
+    return message_of(lambda: call(script))
 
 
 def evaluation_in_training_mode():
-    training = Training(batch_norm=True)
-
-    def go_on():
+    def go_on(script):
         if here.rank() == 0:
             with torch.no_grad():
-                training.net(training.samples)
-        training.step()
+                script.net(torch.ones(2, Script.width).to(here.device()))
+        script.step(1)
 
-    return training.message_of(go_on)
-
-
-def another_step():
-    training = Training(batch_norm=True)
-
-    def go_on():
-        if here.rank() == 2:
-            training.update()
-        training.step()
-
-    return training.message_of(go_on)
-
-
-def of_another_frequency():
-    training = Training(localsgd_frequency=2 + here.rank(), slowmo_frequency=60)
-    return training.message_of(lambda: [training.step() for _ in range(5)])
+    return after_a_step(go_on, torch.nn.BatchNorm1d(Script.width))
 
 
 def without_a_backward_pass():
-    training = Training(nprocs_per_node=2)
-
-    def go_on():
+    def go_on(script):
         if here.rank() != 3:
-            training.backward()
-        training.update()
+            script.backward(1)
+        script.update()
 
-    return training.message_of(go_on)
+    return after_a_step(go_on, nprocs_per_node=2)
 
 
 def gossip_and_average():
     """Pairs that exchange with each other, of which one takes an exact slow step instead."""
-    frequency = 2 if here.rank() in (1, 3) else 50
-    training = Training(slowmo_base_algorithm="sgp", slowmo_frequency=frequency, graph="ring")
-    return training.message_of(lambda: [training.step() for _ in range(3)])
+    options = {"slowmo_base_algorithm": "sgp", "graph": "ring"}
+    options["slowmo_frequency"] = 2 if here.rank() in (1, 3) else 50
+    return after_a_step(lambda script: [script.step(t) for t in range(3)], **options)
 
 
 def two_wrappers_in_another_order():
     """Sizes and kinds are alike: the parameters of one would be averaged with the other's."""
-    first, second = Training(), Training()
-    second.step()
-    order = [first, second] if here.rank() == 0 else [second, first]
-    return first.message_of(lambda: [one.update() for one in order])
+    other = Script(nprocs_per_node=1, localsgd_frequency=1)
+    other.step(0)
+
+    def go_on(script):
+        for one in [script, other] if here.rank() else [other, script]:
+            one.update()
+
+    return after_a_step(go_on)
 
 
 BUFFERS = "came to the broadcast of buffers before a forward pass"
@@ -138,21 +65,13 @@ UNLIKE = {
     "evaluation in training mode": (
         *(2, evaluation_in_training_mode),
         [
-            f"process 0 {BUFFERS} (32 bytes, after 1 call of perform_slowmo() in 1 step)",
-            f"process 1 {AVERAGE} (84 bytes, after 1 call of perform_slowmo() in 1 step)",
+            f"process 0 {BUFFERS} (40 bytes, after 1 call of perform_slowmo() in 1 step)",
+            f"process 1 {AVERAGE} (264 bytes, after 1 call of perform_slowmo() in 1 step)",
         ],
     ),
     "wrappers in another order": (
         *(2, two_wrappers_in_another_order),
         [f"process 0 {AVERAGE}", "after 1 call of perform_slowmo() in 1 step of wrapper 2)"],
-    ),
-    "one step more": (3, another_step, [f"processes 0, 1 {BUFFERS}", f"process 2 {AVERAGE}"]),
-    "other frequencies": (
-        *(2, of_another_frequency),
-        [
-            f"process 0 {AVERAGE} (60 bytes, after 1 call of perform_slowmo() in 1 step)",
-            f"process 1 {AVERAGE} (60 bytes, after 2 calls of perform_slowmo() in 2 steps)",
-        ],
     ),
     # Nodes are told of each other's trouble, too.
     "no backward pass": (
@@ -179,52 +98,28 @@ def test_unlike_calls_are_explained_by_all(case, by):
         assert "\n" not in message
 
 
-def a_node_without_its_backward_pass():
-    training = Training(nprocs_per_node=2)
-    training.step()
-    if here.rank() < 2:
-        training.backward()
-    training.update()
-    return values(training.net.module)
+PROGRAM = """
+import sys, torch, torch.distributed as dist
+from torch_compat.slowmo import SlowMoDistributedDataParallel
+rank, address = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+module = torch.nn.Linear(3, 2)
+net = SlowMoDistributedDataParallel(module, 1, localsgd_frequency=1 + rank, init_sync=False)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(2):
+    net(torch.ones(2, 3)).sum().backward()
+    net.perform_slowmo(optimizer)
+"""
 
 
-def test_nodes_may_differ_in_their_backward_passes():
-    first, *others = spawned(4, a_node_without_its_backward_pass)
-    for other in others:
-        assert all(np.array_equal(first[key], other[key]) for key in first)
-
-
-@pytest.mark.parametrize(
-    ("world", "options"),
-    [
-        (2, "localsgd_frequency=1 + rank"),
-        # Process 1 is in an exchange with process 0 alone, which finds that process 3 is not.
-        (4, "slowmo_base_algorithm='sgp', graph='ring', slowmo_frequency=50 - 49 * (rank == 3)"),
-    ],
-    ids=["averages", "gossip"],
-)
-def test_programs_that_do_not_catch_it_end(world, options, tmp_path):
+def test_programs_that_do_not_catch_it_end(tmp_path):
     """Their exchanges that wait for others would keep interpreters from ending."""
-    program = (
-        "import sys, torch, torch.distributed as dist\n"
-        "from torch_compat.slowmo import SlowMoDistributedDataParallel\n"
-        "rank = int(sys.argv[1])\n"
-        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=rank, "
-        f"world_size={world})\n"
-        f"net = SlowMoDistributedDataParallel(torch.nn.Linear(3, 2), 1, {options},"
-        " init_sync=False)\n"
-        "optimizer = torch.optim.SGD(net.parameters(), lr=0.1)\n"
-        "for _ in range(2):\n"
-        "    net(torch.ones(2, 3)).sum().backward()\n"
-        "    net.perform_slowmo(optimizer)\n"
-    )
+    call = [sys.executable, "-W", "ignore", "-c", PROGRAM]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", program, str(rank)], stderr=subprocess.PIPE
-        )
-        for rank in range(world)
+        subprocess.Popen([*call, rank, f"file://{tmp_path}/store"], stderr=subprocess.PIPE)
+        for rank in "01"
     ]
     errors = [process.communicate(timeout=PATIENCE_SECONDS)[1] for process in processes]
-    assert [process.returncode for process in processes] == [1] * world, errors
+    assert [process.returncode for process in processes] == [1, 1], errors
     for error in errors:
         assert b"UnlikeCallsError: Processes must make the same calls" in error

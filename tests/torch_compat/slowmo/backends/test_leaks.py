@@ -20,6 +20,11 @@ def open_now() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
+def alike() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Linear(3, 2)
+
+
 def train(module: torch.nn.Module, nprocs_per_node: int) -> None:
     net = SlowMo(module, nprocs_per_node, **OPTIONS)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -30,11 +35,10 @@ def train(module: torch.nn.Module, nprocs_per_node: int) -> None:
 
 
 def with_many_wrappers(nprocs_per_node: int):
-    module = torch.nn.Linear(3, 2)
-    torch.nn.init.ones_(module.weight)
-    torch.nn.init.ones_(module.bias)
+    gc.freeze()  # what is older than this process
+    module = alike()
     seen, groups = [], []
-    for _ in range(6):
+    for _ in range(4):
         train(module, nprocs_per_node)
         seen.append(open_now())
         groups.append(len(dist.distributed_c10d._world.pg_map))
@@ -43,35 +47,29 @@ def with_many_wrappers(nprocs_per_node: int):
     return seen, groups, hooks
 
 
-def with_and_without_nodes():
-    return with_many_wrappers(1), with_many_wrappers(2)
-
-
-def test_wrappers_leave_nothing_behind():
-    for results in spawned(4, with_and_without_nodes):
-        for seen, groups, hooks in results:
-            assert seen[1:] == [seen[1]] * (len(seen) - 1), "files and threads"
-            assert groups == [1] * len(groups)
-            assert hooks == [0, 0]
-
-
 def with_many_groups(folder: str):
     """The process group is made anew each time, as in tests and notebooks."""
     rank, world, seen = here.rank(), here.world(), []
-    for number in range(5):
-        module = torch.nn.Linear(3, 2)
-        torch.nn.init.ones_(module.weight)
-        torch.nn.init.ones_(module.bias)
-        train(module, 2)
+    for number in range(3):
+        train(alike(), 2)
         dist.barrier()
         dist.destroy_process_group()
         seen.append(open_now())
         address = f"file://{folder}/{number}"
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=world)
+        dist.barrier()  # all are connected
     assert threading.active_count() == 1
     return seen
 
 
-def test_groups_leave_nothing_behind(tmp_path):
-    for seen in spawned(4, with_many_groups, str(tmp_path)):
-        assert seen[1:] == [seen[1]] * (len(seen) - 1), seen
+def with_many_of_both(folder: str):
+    return [with_many_wrappers(size) for size in (1, 2)], with_many_groups(folder)
+
+
+def test_wrappers_and_groups_leave_nothing_behind(tmp_path):
+    for wrappers, of_groups in spawned(4, with_many_of_both, str(tmp_path)):
+        for seen, groups, hooks in wrappers:
+            assert seen[1:] == [seen[1]] * (len(seen) - 1), "files and threads"
+            assert groups == [1] * len(groups)
+            assert hooks == [0, 0]
+        assert of_groups[1:] == [of_groups[1]] * (len(of_groups) - 1), of_groups

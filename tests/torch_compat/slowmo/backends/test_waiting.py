@@ -7,6 +7,7 @@ import pickle
 import signal
 import socket
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import slowmo_here as here
@@ -49,53 +50,19 @@ def going(victim: int, how: str, options: dict):
     return "nothing has happened"
 
 
-@pytest.mark.parametrize(
-    ("victim", "how", "options"),
-    [
-        (2, "SIGKILL", {}),
-        (1, "SIGKILL", {"slowmo_base_algorithm": "sgp"}),
-        (1, "SIGKILL while values are sent", {"slowmo_base_algorithm": "sgp"}),
-        (0, "exception", {"nprocs_per_node": 2}),
-    ],
-)
-def test_who_ends_is_named_by_all(victim, how, options, tmp_path):
-    processes = start_gloo(4, tmp_path, going, victim, how, options)
-    for process in processes:
-        process.join(PATIENCE_SECONDS)  # gloo itself would wait for half an hour
-    assert [process.is_alive() for process in processes] == [False] * 4
-    for rank in {0, 1, 2, 3} - {victim}:
-        assert not (tmp_path / f"error{rank}").exists(), (tmp_path / f"error{rank}").read_text()
-        message = result_of(tmp_path / str(rank))
-        assert message.startswith(f"Process {victim} of 4 has ended"), (rank, message)
-        assert "gloo" not in message
-        assert "onnection closed" not in message
-
-
-def result_of(path):
+def result_of(path: Path):
     return pickle.loads(path.read_bytes())
 
 
-def consolidated_by_process_0(freezes: bool):
+def consolidated_by_process_0():
     net, optimizer = built()
-    if freezes:
-        next(net.parameters()).requires_grad_(False)
+    next(net.parameters()).requires_grad_(False)
     train_step(net, optimizer, 0, WIDTH)
     if here.rank():
         return None
     with pytest.raises(PeerLostError) as caught:
         net.consolidated_state_dict()
     return str(caught.value)
-
-
-@pytest.mark.parametrize("freezes", [False, True])
-def test_consolidation_by_one_process_says_that_all_must_call_it(freezes, tmp_path):
-    processes = start_gloo(2, tmp_path, consolidated_by_process_0, freezes)
-    for process in processes:
-        process.join(PATIENCE_SECONDS)
-    message = result_of(tmp_path / "0")
-    assert message.startswith("Process 1 of 2 has ended, or is stuck")
-    assert "Every process must call consolidated_state_dict()." in message
-    assert "this process is in the exchange of consolidated_state_dict()" in message
 
 
 def without_store(address: str):
@@ -106,15 +73,62 @@ def without_store(address: str):
     return going(0, "SIGKILL", {})
 
 
-def test_who_keeps_the_store_ends(tmp_path):
+def gone_before_the_wrapper_is_made():
+    if here.rank() == 1:
+        raise ValueError("bad file")
+    with pytest.raises(PeerLostError, match="Process 1 of 2 has ended"):
+        train_step(*built(nprocs_per_node=2), 0, WIDTH)
+
+
+# Processes, which of them end, and what each does.
+ENDS = {
+    "killed": (4, 2, going, 2, "SIGKILL", {}),
+    "killed while values are sent": (4, 1, going, 1, "", {"slowmo_base_algorithm": "sgp"}),
+    "an exception": (4, 0, going, 0, "exception", {"nprocs_per_node": 2}),
+    "consolidated": (2, 1, consolidated_by_process_0),
+    "before": (2, 1, gone_before_the_wrapper_is_made),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> Path:
+    """The folders of all groups of processes, which wait for the lost ones at the same time."""
+    top, processes = tmp_path_factory.mktemp("ended"), []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    processes = start_gloo(3, tmp_path, without_store, f"tcp://127.0.0.1:{port}")
+        store = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    groups = {**ENDS, "store": (3, 0, without_store, store)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_waiting, "_ANSWER_SECONDS", 5.0)  # so many share few cores
+        for name, (world, _, function, *args) in groups.items():
+            (top / name).mkdir()
+            processes += start_gloo(world, top / name, function, *args)
     for process in processes:
         process.join(PATIENCE_SECONDS)  # gloo itself would wait for half an hour
+    assert not any(process.is_alive() for process in processes)
+    return top
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_who_ends_is_named_by_all(name, ended):
+    world, victim, function, *_ = ENDS[name]
+    for rank in {*range(world)} - {victim}:
+        error = ended / name / f"error{rank}"
+        assert not error.exists(), error.read_text()
+        message = result_of(ended / name / str(rank))
+        if function is going:
+            assert message.startswith(f"Process {victim} of 4 has ended"), (rank, message)
+            assert "gloo" not in message
+            assert "onnection closed" not in message
+        if function is consolidated_by_process_0:
+            assert message.startswith("Process 1 of 2 has ended, or is stuck")
+            assert "Every process must call consolidated_state_dict()." in message
+            assert "this process is in the exchange of consolidated_state_dict()" in message
+
+
+def test_who_keeps_the_store_ends(ended):
     for rank in (1, 2):
-        message = result_of(tmp_path / str(rank))
+        message = result_of(ended / "store" / str(rank))
         assert "has ended" in message
         assert "process 0 of 3" in message
 
@@ -175,20 +189,6 @@ def test_the_time_limit_of_the_group_holds():
     assert message.startswith("Process 1 of 2 has not come to the average of parameters")
     assert "(440 bytes, after 1 call of perform_slowmo() in 1 step)" in message
     assert "1 s (`timeout` of init_process_group)" in message
-
-
-def gone_before_the_wrapper_is_made():
-    if here.rank() == 1:
-        raise ValueError("bad file")
-    with pytest.raises(PeerLostError, match="Process 1 of 2 has ended"):
-        train_step(*built(nprocs_per_node=2), 0, WIDTH)
-
-
-def test_who_ends_before_a_wrapper_is_made(tmp_path):
-    processes = start_gloo(2, tmp_path, gone_before_the_wrapper_is_made)
-    processes[0].join(PATIENCE_SECONDS)
-    assert not (tmp_path / "error0").exists(), (tmp_path / "error0").read_text()
-    assert (tmp_path / "0").exists()
 
 
 def tensors_in_use_after_collectives():

@@ -13,7 +13,7 @@ from support.waiting import PATIENCE_SECONDS
 from torch_compat import runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
 
-WORLD, PERIOD = 4, 4
+WORLD, PERIOD, WIDTH = 4, 4, 8
 # Waits for all device threads of the process that is forked from this one.
 TOGETHER = threading.Barrier(WORLD)
 
@@ -39,7 +39,7 @@ def activity() -> dict[str, float]:
 def trained(options: dict, with_buffers: bool) -> list[int]:
     """Compilations after each of four periods, with another learning rate in every step."""
     device = torch_xla.device()
-    module = Perceptron()
+    module = Perceptron(WIDTH, 6)
     if with_buffers:
         module.register_buffer("seen", torch.arange(3))
     net = SlowMo(module.to(device), slowmo_frequency=PERIOD, localsgd_frequency=2, **options)
@@ -49,7 +49,7 @@ def trained(options: dict, with_buffers: bool) -> list[int]:
     for t in range(4 * PERIOD):
         for i, group in enumerate(optimizer.param_groups):
             group["lr"] = 0.1 / (1 + t + i)
-        train_step(net, optimizer, t)
+        train_step(net, optimizer, t, WIDTH)
         if (t + 1) % PERIOD == 0:
             counts.append(together(compiled))
     return counts
@@ -61,7 +61,6 @@ def trained(options: dict, with_buffers: bool) -> list[int]:
 # peers packed, sent by one graph per round (here 2) and unpacked, a slow step packed, made and
 # unpacked; a whole one is packed and unpacked as an exchange with peers is, by the same graphs.
 CASES = {
-    "slowmo": ({"nprocs_per_node": 1}, False, 3 + 2 + 2 + 3),
     "sgp slowmo": (
         {"slowmo_base_algorithm": "sgp", "nprocs_per_node": 1, "slowmo_memory_efficient": False},
         *(False, 3 + 2 + 4 + 1),

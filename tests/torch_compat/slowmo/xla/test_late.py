@@ -14,7 +14,6 @@ from slowmo_spawned import spawned
 from support.waiting import wait_until
 from torch_compat import meeting, runtime
 from torch_compat.slowmo import SlowMoDistributedDataParallel as SlowMo
-from torch_compat.slowmo.backends._xla import XlaBackend
 
 WIDTH = 8
 
@@ -69,16 +68,3 @@ def test_an_exception_ends_the_others_and_is_not_lost():
         xmp.spawn(failing, start_method="fork")
     # What the pool hands to the parent: the waiting process' error, and its cause.
     assert "bad sample in process 1" in str(caught.value.__cause__)
-
-
-def hosts(number: int):
-    """What several hosts would tell each other; the devices stand for them."""
-    backend = XlaBackend()
-    return backend.gather_number(number + backend.rank // 2), backend.hosts()
-
-
-def test_hosts_of_all_processes():
-    large = 2**32 - 2
-    for told, own in spawned(4, hosts, large, by="torch_xla"):
-        assert told == (large, large, large + 1, large + 1)
-        assert own == (0, 0, 0, 0)
