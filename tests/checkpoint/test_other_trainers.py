@@ -4,12 +4,11 @@ import jax
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
 
 import jaxslowmo as js
 from checkpoint.runs import leaf_bytes, on_host
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
-from train.libraries import FORMS, PARAMS, PARTS, SPECS, loss_fn, start, stepped
+from train.libraries import FORMS, PARAMS, PARTS, WIDTH, loss_fn, placed, start, stepped
 
 SYNCS = {
     "slowmo of sgp": lambda: js.slowmo("replica", base=js.sgp("replica", overlap=2), sync_every=4),
@@ -18,7 +17,7 @@ SYNCS = {
 
 
 def batch(t, replicas):
-    return np.random.default_rng(t).normal(size=(2 * replicas, 8)).astype(np.float32)
+    return np.random.default_rng(t).normal(size=(2 * replicas, WIDTH)).astype(np.float32)
 
 
 def mesh_of(where):
@@ -29,10 +28,8 @@ def mesh_of(where):
 
 def made(form, sync, where):
     """Return a step of a library on a mesh or on virtual replicas, and its state of one replica."""
-    mesh, params = mesh_of(where), PARAMS
-    if "fsdp" in mesh.shape:
-        params = {n: jax.device_put(x, NamedSharding(mesh, SPECS[n])) for n, x in PARAMS.items()}
-    train_step, one, parts, _ = FORMS[form](params)
+    mesh = mesh_of(where)
+    train_step, one, parts, _ = FORMS[form](placed(mesh))
     step = js.with_exchange(train_step, SYNCS[sync](), mesh=mesh, mode="host", **parts)
     return step, one
 
@@ -43,7 +40,7 @@ def trained(step, state, first, last, replicas):
     return state
 
 
-@pytest.mark.parametrize(("form", "sync"), [("flax", "slowmo of sgp"), ("nnx", "diloco")])
+@pytest.mark.parametrize(("form", "sync"), [("plain", "slowmo of sgp"), ("nnx", "diloco")])
 def test_the_same_replicas_go_on_with_the_same_bits(form, sync, tmp_path):
     """So they do on other devices, where parameters are sharded inside a replica."""
     step, one = made(form, sync, {"replica": 4})
