@@ -337,7 +337,8 @@ class Island:
 
         With a `delay` D is taken that many updates before, by a call that returns the state at
         once, and a thread exchanges it. The call of the exchange itself waits for what is left, or
-        exchanges as without a delay if nothing was taken.
+        exchanges as without a delay if nothing was taken. Of a state that was saved between the two
+        the call that joins changes nothing, if the run has gone on: the call of the exchange does.
 
         Args:
           state: a `js.TrainState`. All processes of the island call this alike.
@@ -407,10 +408,15 @@ class Island:
                     np.asarray(x.addressable_data(0))[0] for x in jax.tree.leaves(island_state.lost)
                 ]
                 saved_round = _replicated_int(island_state.round)
-                outcome = rounds.resume(
+                resumed = outcome = rounds.resume(
                     saved_round, values, concatenate(residual) if residual else None
                 )
                 last_exchange = _replicated_int(island_state.exchanged)
+                if resumed is not None and self._lands_after(updates):
+                    # It lands where it would have without the stop. If it landed here, the call
+                    # there would find nothing taken, and send a part of its own.
+                    self._background = _BackgroundExchange(values, lambda: resumed)
+                    outcome = None
             self._rounds = rounds
             if outcome is None and updates > last_exchange:
                 if self._starts_exchange(updates):
@@ -433,6 +439,10 @@ class Island:
 
     def _starts_exchange(self, t: int) -> bool:
         return self._delay > 0 and bool(self._schedule(t + self._delay))
+
+    def _lands_after(self, t: int) -> bool:
+        """Return whether update t or one before it takes what lands after it."""
+        return any(map(self._schedule, range(t + 1, t + self._delay + 1)))
 
     def _start_exchange(self, state: "TrainState", values: list[np.ndarray]) -> None:
         """Let a thread exchange this state, unless an exchange is under way."""

@@ -1,8 +1,11 @@
 """Exchanges beside training: where they end, and what becomes of those that do not land."""
 
 import functools
+import json
+from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,7 +15,8 @@ from islands.test_island import of_one_job, train, whole
 from islands.test_joining import Trained, Unanswered
 from islands.together import batch, loss, params, run_together
 from jaxslowmo.islands import IslandsError
-from support.replay import objects, replay
+from support.replay import header, objects, replay
+from support.waiting import wait_until
 
 
 @pytest.mark.parametrize(("delay", "merge"), [(1, 0.0), (3, 0.3)])
@@ -117,3 +121,67 @@ def test_an_error_beside_training_is_raised_where_the_exchange_lands(tmp_path):
     island.train()
     with pytest.raises(IslandsError, match="another process has joined as 'a'"):
         island.exchange()
+
+
+@functools.cache
+def step_along_one() -> Any:
+    mesh, sync = js.virtual_mesh({"replica": 1}), js.islands.transform()
+    return js.make_train_step(
+        lambda p, b: jnp.sum(p["w"][None] * b), optax.sgd(1.0), mesh=mesh, sync=sync
+    )
+
+
+class OfFour:
+    """An island of one number that exchanges after four updates, with its round after each."""
+
+    def __init__(self, url: Any, name: str, *, state: Any = None, **options: Any) -> None:
+        options = {"sync_every": 4, "merge": 0.5, "deadline_seconds": 0.1} | options
+        self.island = js.islands.join(str(url), name=name, **options)
+        new = step_along_one().init({"w": np.zeros(1, np.float32)})
+        self.state = self.island.exchange(new if state is None else state)
+        self.rounds = {int(self.state.step[0]): self.island.round}
+
+    def train(self, end: int, calls: Callable[[int], bool] | None = None) -> None:
+        for t in range(max(self.rounds) + 1, end + 1):
+            self.state, _ = step_along_one()(self.state, np.ones((1, 1), np.float32))
+            if (calls or self.island.due)(t):
+                self.state = self.island.exchange(self.state)
+            self.rounds[t] = self.island.round
+
+
+def counted_parts(url: Any) -> dict[int, int]:
+    """Return the update that was sent in each round that counted a part of island a."""
+    found = objects(str(url))
+    manifests = [json.loads(data) for key, data in found.items() if key.endswith("manifest.json")]
+    heads = [header(found[part]) for manifest in manifests for part in manifest["parts"]]
+    return {head["round"]: head["updates"] for head in heads if head["island"] == "a"}
+
+
+@pytest.mark.parametrize("delay", [1, 2, 3])
+@pytest.mark.parametrize("fate", ["counted", "open", "missed"])
+def test_an_island_that_stopped_before_it_landed_goes_on_as_one_that_did_not_stop(
+    fate, delay, tmp_path
+):
+    """Until it is back its part was counted, or its round is open, or closed without it."""
+    taken = 4 - delay
+    whole = OfFour(tmp_path / "whole", "a", delay=delay)
+    whole.train(12)
+    assert counted_parts(tmp_path / "whole") == {0: taken, 1: taken + 4, 2: taken + 8}
+    for stop in range(taken, 5):
+        url = tmp_path / f"{stop}"
+        before = OfFour(url, "a", delay=delay, quorum=2 if fate == "open" else 1)
+        before.train(stop, lambda t: t == taken and fate != "missed")
+        if fate == "missed":
+            OfFour(url, "b").train(4)
+        elif fate == "open":
+            wait_until(lambda url=url: [*url.glob("rounds/*/part-a-*")])
+        else:
+            before.island._background.outcome.result(60)
+        again = OfFour(url, "a", delay=delay, state=before.state)
+        again.train(12)
+        assert again.rounds == {t: n for t, n in whole.rounds.items() if t >= stop}
+        # A part in an open round is replaced by one with all updates since.
+        first = {"counted": {0: taken}, "open": {0: taken if stop == taken else 4}, "missed": {}}
+        assert counted_parts(url) == {**first[fate], 1: taken + 4, 2: taken + 8}
+        if fate == "counted":
+            np.testing.assert_array_equal(again.state.params["w"], whole.state.params["w"])
