@@ -12,8 +12,6 @@ the straight line through theirs (bytes, arguments: temporary memory grows faste
 The second table has replicas that are pipelines in one program. Stages hold unlike numbers of
 blocks, so nothing is extrapolated: what is compiled has fewer blocks, and of the whole model the
 table says what follows from shapes alone. `--whole` compiles all blocks there, too.
-
-`tests/tpu_aot/test_sharded.py` holds the facts on small models.
 """
 
 import os
@@ -31,9 +29,10 @@ from typing import TypeVar
 import jax
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from tpu_sharded_steps import Facts, SlicesSharded, facts
+from tpu_staged_steps import Staged
+
 from jaxslowmo.models import gpt_preset
-from support.tpu_sharded import Facts, SlicesSharded, facts
-from support.tpu_staged import Staged
 
 Of = TypeVar("Of", bound=SlicesSharded)
 

@@ -22,8 +22,9 @@ import host_group  # noqa: F401 - it makes the next ones importable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from island_runs import BUCKET, digests, problems, replayed, run_islands, shares, store
+from island_runs import BUCKET, digests, problems, replayed, run_islands, store
 from islands_kills import BYTES, KILLED, NAMES, STEP_SECONDS, SYNC_EVERY, plans
+from islands_time import shares
 from machine import host
 from namespaces import hosts, missing, set_rate
 

@@ -31,14 +31,12 @@ from island_runs import (
     BUCKET,
     Moment,
     digests,
-    longest_wait,
     problems,
     replayed,
-    run_group,
     run_islands,
-    shares,
     store,
 )
+from islands_time import longest_wait, run_group, shares
 from machine import host
 from namespaces import hosts, missing, set_rate
 

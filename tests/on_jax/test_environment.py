@@ -22,7 +22,9 @@ class Draws(nn.Module):
     def forward(self):
         big = 40_000
         ones, probabilities = torch.ones(big), torch.tensor([0.1, 0.2, 0.7])
+        half = torch.rand(big, dtype=torch.bfloat16)
         return {
+            "rand in half precision": torch.where(half < 1, half, torch.nan).float(),
             "rand": torch.rand(big),
             "randn": torch.randn(big),
             "randint": torch.randint(0, 1000, (big,)).float(),
@@ -35,6 +37,10 @@ class Draws(nn.Module):
             "random to": torch.zeros(big, dtype=torch.int64).random_(100).float(),
             "random from": torch.empty(big)[5:].random_(-50, 50),
             "normal": torch.empty(big).normal_(3.0, 2.0),
+            "normal of two": torch.normal(3.0 * ones, 2.0 * ones),
+            "normal of a mean": torch.normal(3.0 * ones, 2.0),
+            "normal of a deviation": torch.normal(3.0, 2.0 * ones),
+            "normal of numbers": torch.normal(3.0, 2.0, (big,)),
             "uniform": torch.empty(big).uniform_(-1.0, 3.0),
             "geometric": torch.empty(big).geometric_(0.25),
             "bernoulli": torch.empty(big).bernoulli_(0.3),
@@ -52,6 +58,32 @@ def test_every_kind_of_random_number_follows_the_key_and_is_distributed_as_torch
         spread = float(wanted.std())
         assert abs(float(found[name].mean()) - float(wanted.mean())) < 0.04 * spread, name
         assert abs(float(found[name].std()) - spread) < 0.04 * spread, name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_matrix_draw_each_for_themselves(dtype):
+    number, n = 4000, 300
+    weights = torch.tensor([[4.0, 0, 12, 16], [0.25, 0.5, 0, 0.25]], dtype=dtype)
+    many = weights.repeat_interleave(number, 0)
+    even = torch.ones(3, n, dtype=dtype)
+
+    class Rows(nn.Module):
+        def forward(self):
+            of_logits = torch.distributions.Categorical(logits=many.log()).sample()
+            two, several = torch.multinomial(many, 2), torch.multinomial(weights, number, True)
+            return of_logits, two, several, *(torch.multinomial(even, n, r) for r in (False, True))
+
+    one, two, several, order, again = on_jax.as_apply(Rows())({}, {}, rng=jax.random.key(0))
+    wanted = (weights / weights.sum(1, keepdim=True)).float().numpy()
+    for drawn in (one, two[:, 0], several.ravel()):
+        found = [np.bincount(row, minlength=4) / number for row in np.reshape(drawn, (2, number))]
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=0.03)
+        assert not np.any(np.array(found)[wanted == 0])
+    assert not np.any(two[:, 0] == two[:, 1])
+    assert np.array_equal(np.sort(order), np.tile(np.arange(n), (3, 1)))
+    for rows in (order, again):
+        assert len(np.unique(rows, axis=0)) == 3
+    assert abs(np.mean(np.asarray(again)) - n / 2) < 20
 
 
 def state_of_torch():

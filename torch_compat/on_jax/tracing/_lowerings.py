@@ -1,7 +1,7 @@
 """Torch's operations as operations of jax: torchax's, and those that it lacks."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ _NOT_BY_TORCHAX = (
 # torch's backward passes of these need factors, of a transpose or not.
 _DETERMINANTS = (_ATEN._linalg_det.default, _ATEN._linalg_slogdet.default)
 
+_NORMAL = ("Tensor_Tensor", "Tensor_float", "float_Tensor", "float_float")
 _WITHOUT_MEANING = {"device", "generator", "layout", "memory_format", "pin_memory"}
 
 
@@ -43,7 +44,21 @@ class Lowerings(Environment):
             for name in (packet, *(getattr(packet, n) for n in packet.overloads())):
                 self._ops.pop(name, None)
                 self._decomps.pop(name, None)
-        for name, function in {**OPERATIONS, _ATEN.normal_functional.default: self._normal}.items():
+        draws = {
+            _ATEN.multinomial.default: self._multinomial,
+            _ATEN.normal_functional.default: lambda x, mean=0.0, std=1.0: self._normal(
+                mean + jnp.zeros_like(x), std
+            ),
+            _ATEN.rand.default: lambda size, dtype: self._rand(size, jax_dtype(dtype)),
+            _ATEN.rand_like.default: lambda x, dtype=None: self._rand(
+                x.shape, jax_dtype(dtype) if dtype else x.dtype
+            ),
+            _ATEN.uniform.default: lambda x, low=0.0, high=1.0: (
+                low + (high - low) * self._rand(x.shape, x.dtype)
+            ),
+        }
+        draws |= {getattr(_ATEN.normal, name): self._normal for name in _NORMAL}
+        for name, function in {**OPERATIONS, **draws}.items():
             self.override_op_definition(name, self._of_arrays(function))
 
     def _of_arrays(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,8 +68,30 @@ class Lowerings(Environment):
 
         return operation
 
-    def _normal(self, x: jax.Array, mean: float = 0, std: float = 1) -> jax.Array:
-        return mean + std * jax.random.normal(self.get_and_rotate_prng_key(), x.shape, x.dtype)
+    def _rand(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+        """Compute `aten.rand`; torchax rounds to 1.0 in half precision."""
+        return jax.random.uniform(self.get_and_rotate_prng_key(), shape, dtype)
+
+    def _normal(
+        self, mean: Any, std: Any = 1.0, size: Sequence[int] = (), dtype: Any = None
+    ) -> jax.Array:
+        """Compute `aten.normal`; torchax takes the second of two arguments for the mean."""
+        del dtype  # what calls this casts
+        shape = jnp.broadcast_shapes(size, jnp.shape(mean), jnp.shape(std))
+        kind = jnp.result_type(mean, std)
+        return mean + std * jax.random.normal(self.get_and_rotate_prng_key(), shape, kind)
+
+    def _multinomial(
+        self, weights: jax.Array, num_samples: int, replacement: bool = False
+    ) -> jax.Array:
+        """Compute `aten.multinomial`; torchax draws the same for all rows."""
+
+        def row(key: jax.Array, p: jax.Array) -> jax.Array:
+            return jax.random.choice(key, p.size, (num_samples,), replacement, p)
+
+        keys = jax.random.split(self.get_and_rotate_prng_key(), weights.shape[:-1])
+        wide = weights.astype(jnp.promote_types(weights.dtype, jnp.float32))
+        return (jax.vmap(row) if weights.ndim == 2 else row)(keys, wide)
 
     def run(self, node: torch.fx.Node, values: Mapping[torch.fx.Node, Any]) -> Any:
         """Run an operation of a graph on arrays.

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from tpu_sharded_steps import SlicesSharded
 
 import jaxslowmo as js
 from jaxslowmo.models import gpt_layers, gpt_param_specs, gpt_rules, gpt_types
-from support.tpu_sharded import SlicesSharded
 
 MICROBATCHES = 4  # per stage
 
