@@ -122,6 +122,7 @@ UPDATES = {
     "weights": first(LOCAL, "`weight`", [2], weight=np.ones(2, np.float32)),
     "rate that is missing": first(RATE, "learning_rate=rate"),
     "rate of none": stepped(RATE, optax.sgd(0.1), "learning_rate", "got 0"),
+    "fragments not known": Refusal(lambda: DILOCO(fragments=lambda x: 0).phase(1), "`fragments`"),
     "fragments of few leaves": first(DILOCO(sync_every=12, fragments=6), "`fragments`", "6 for 2"),
     "inner state in an optax.chain": stepped(
         None, optax.chain(SGD, LOCAL_SGD(inner_state="average")), "`inner_state`", "js.chain"
@@ -129,6 +130,7 @@ UPDATES = {
     "axis of several": first(
         js.local_sgd(("replica", "devise")), "'devise'", "'replica'", execution="shard_map"
     ),
+    "axis at init": Refusal(lambda: DILOCO().init(PARAMS), "`axis_name`", "shard_state=False"),
     "axis of specs": first(LOCAL.with_specs(P("x")), "`param_specs`", execution="shard_map"),
 }  # fmt: skip
 

@@ -7,15 +7,21 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from islands.test_trust import NAN, SIZE, UNIT, life, moved
-from islands.world import World
-from jaxslowmo.islands import IslandsError
-from jaxslowmo.islands._anchors import Anchor
+from islands.test_trust import NAN, SIZE, UNIT, life, moved, part
+from islands.world import Process, World
+from jaxslowmo.islands import IslandsError, _format
+from jaxslowmo.islands._anchors import Anchor, Rules
 from jaxslowmo.islands._format import (
+    Manifest,
     PartCodec,
+    RunSettings,
+    leaf_descriptions,
+    manifest_key,
+    part_key,
 )
 from jaxslowmo.islands._optimizer import HostOptimizer
 from jaxslowmo.islands._rounds import Rounds
+from jaxslowmo.islands._store import RetryingStore
 
 CODED = PartCodec(js.codecs.int8(block=SIZE), SIZE)
 KEEPS_ONE: Any = {"snapshot_every": 1, "keep": 1}
@@ -61,6 +67,18 @@ def test_a_part_with_nan_whose_round_was_cleaned_up_poisons_no_later_one():
     assert any("not finite" in line for line in said)
 
 
+def test_what_a_checkpoint_kept_of_a_codec_starts_anew_if_it_is_not_finite():
+    world = World(lambda n: 0)
+
+    def act(rounds: Rounds) -> None:
+        rounds.resume(0, rounds.anchor.values, NAN)
+        moved(rounds, UNIT[1])
+        np.testing.assert_allclose(rounds.anchor.values[0], -UNIT[1], rtol=1e-2)
+
+    life("a", world, act, part_codec=CODED)
+    world.run()
+
+
 @pytest.mark.parametrize("outer", [optax.sgd(4.0), optax.adamw(1.0)])
 def test_an_outer_step_that_would_leave_the_range_of_float32_is_not_taken(outer):
     """It would end the run: Adam would never move again, for its second moment is infinite."""
@@ -80,6 +98,40 @@ def test_an_outer_step_that_would_leave_the_range_of_float32_is_not_taken(outer)
     _, said = life("a", world, act, optimizer=optimizer)
     world.run()
     assert sum("round 0: " in line and "not finite" in line for line in said) == 1
+
+
+# The name of the process tells nothing of when it was there.
+@pytest.mark.parametrize(("earlier", "own"), [(UNIT[3], UNIT[1]), (UNIT[1], NAN), (NAN, UNIT[1])])
+def test_of_two_parts_of_one_island_the_newest_that_can_be_read_is_taken(earlier, own):
+    world, ends = World(lambda n: 0), list[Anchor]()
+
+    def act(rounds: Rounds) -> None:
+        key = part_key(0, "b", "f" * 16)
+        world.objects[key] = world.ever[key] = part(rounds.settings, "b", earlier)
+        world.changed()
+        moved(rounds, own)
+        ends.append(rounds.anchor)
+
+    life("b", world, act, quorum=2)
+    life("a", world, repeat(1, ends), quorum=2)
+    world.run()
+    assert ends[0].digest == ends[1].digest
+    np.testing.assert_allclose(ends[0].values[0], -(UNIT[0] + UNIT[1]) / 2)
+
+
+def test_progress_is_not_dropped_for_an_earlier_part_that_did_not_count():
+    world = World(lambda n: 0)
+
+    def act(rounds: Rounds) -> None:
+        key, name = part_key(0, "b", "0" * 16), manifest_key(0)
+        world.objects[key] = part(rounds.settings, "b", NAN)
+        world.objects[name] = Manifest(rounds.settings.run_id, 0, "b", [key]).dumps().encode()
+        outcome = rounds.exchange([rounds.anchor.values[0] - UNIT[1]], 1.0, 1)
+        assert outcome is not None
+        np.testing.assert_array_equal(outcome.remainder, UNIT[1])
+
+    life("b", world, act, late_share=1.0)
+    world.run()
 
 
 @pytest.mark.parametrize("counts", [True, False])
@@ -118,6 +170,21 @@ def test_two_islands_of_any_equal_weights_make_their_mean_progress(weight):
         np.testing.assert_array_equal(end.values[0], -(UNIT[0] + UNIT[1]) / 2)
 
 
+def test_a_round_that_was_cleaned_up_first_counts_for_merge():
+    """The manifest lists the part, so the others have counted it."""
+    world = World(lambda n: 0)
+
+    def act(rounds: Rounds) -> None:
+        sleeps_before_reading(rounds, 100.0)
+        outcome = rounds.exchange([rounds.anchor.values[0] - UNIT[1]], 1.0, 1)
+        assert outcome is not None
+        assert (outcome.anchor.round > 1, outcome.is_counted) == (True, True)
+
+    life("a", world, repeat(6, []), **KEEPS_ONE)
+    life("b", world, act, **KEEPS_ONE)
+    world.run()
+
+
 def test_no_run_is_begun_where_rounds_lie_already():
     world = World(lambda n: 0)
 
@@ -132,6 +199,33 @@ def test_no_run_is_begun_where_rounds_lie_already():
     with pytest.raises(IslandsError, match=r"rounds of a run and no run.json"):
         world.run()
     assert world.objects == before
+
+
+def test_headers_may_be_as_large_as_a_model_of_many_leaves_needs_and_no_larger(monkeypatch):
+    names, world, ends = [f"{i:0180d}" for i in range(8000)], World(lambda n: 0), list[Anchor]()
+    start = [np.full(1, i, np.float32) for i in range(8000)]
+    optimizer = HostOptimizer(optax.sgd(1.0), start)
+    agreed = RunSettings(
+        "", "", "1", "None", optimizer.fingerprint, leaf_descriptions(names, [(1,)] * 8000)
+    )
+
+    def act(process: Any) -> None:
+        store = RetryingStore(process, "memory://run", 5.0, process.clock, print)
+        for _ in range(2):
+            codec = PartCodec(None, 8000)
+            rounds = Rounds(store, Rules("a"), optimizer, codec, agreed, print)
+            rounds.join(start)
+            ends.append(rounds.anchor)
+        before = dict(world.objects)
+        monkeypatch.setattr(_format, "MAX_HEADER", 100_000)
+        with pytest.raises(ValueError, match=r"headers of at most 0.1 MB.*names"):
+            Rounds(store, Rules("a"), optimizer, codec, agreed, print).join(start)
+        assert world.objects == before
+
+    Process(world, "a", act, 0.0)
+    world.run()
+    assert len(world.objects["run.json"]) > 1 << 20
+    np.testing.assert_array_equal(ends[1].values, start)
 
 
 def test_a_model_without_elements_is_named(tmp_path):

@@ -216,7 +216,13 @@ def unusual_cases():
     frozen[2].requires_grad_(False)
     transposed = nn.ConvTranspose2d(4, 6, 3, 2, 1, 1, 2, dilation=2)
     windows = nn.AvgPool3d((2, 1, 3), (1, 2, 2), (1, 0, 1), ceil_mode=True)
+    both = {"groups": 2, "stride": 2, "bias": False}
     return {
+        "1d without bias": (nn.Conv1d(1, 3, 3, bias=False), of(4, 1, 8)),
+        "2d without bias": (nn.Conv2d(2, 4, 2, padding="valid", bias=False), of(4, 2, 2, 2)),
+        "3d without bias": (nn.Conv3d(1, 4, 2, bias=False), of(4, 1, 2, 2, 2)),
+        "1d transposed": (nn.ConvTranspose1d(4, 6, 3, **both), of(2, 4, 4)),
+        "3d transposed": (nn.ConvTranspose3d(4, 4, (1, 2, 3), **both), of(2, 4, 2, 2, 1)),
         "frozen convolution": (frozen, call),
         "filter in a buffer": (Filtered(), call),
         "same": (nn.Conv2d(2, 4, 3, padding="same", groups=2), of(4, 2, 2, 2)),
@@ -224,12 +230,17 @@ def unusual_cases():
         "each alone transposed": (nn.ConvTranspose2d(4, 4, 3, groups=4), of(2, 4, 2, 2)),
         "padding that counts": pooled(nn.AvgPool2d(2, padding=1, ceil_mode=True), 2, 3, 3),
         "windows of two sizes": pooled(windows, 1, 3, 3, 3),
+        "norms of windows": pooled(nn.LPPool2d(2, 2, ceil_mode=True), 2, 3, 3),
         "ids by full": (nn.Embedding(5, 3), lambda m, x: m(torch.full((4,), 2))),
         "labels by full": lambda m, x: F.cross_entropy(m(x), torch.full((4,), 2)),
         "large by full": lambda m, x: m(x) * (torch.full((8,), 2**24 + 1) - 2**24),
         "eigenvalues": lambda m, x: torch.linalg.eigvalsh(m.weight + spread),
         "eigenvectors": lambda m, x: torch.linalg.eigh(m.weight + spread)[1] ** 2,
+        "of the other triangle": lambda m, x: torch.linalg.eigvalsh(m.weight + spread, UPLO="U"),
+        "slogdet": lambda m, x: torch.linalg.slogdet(m.weight + 2 * torch.eye(8))[1],
+        "logdet": lambda m, x: torch.logdet(m.weight.T + 2 * torch.eye(8)),
         "copies": copied,
+        "cosine_similarity": lambda m, x: F.cosine_similarity(m(x), HELD[0], dim=-1),
     }
 
 

@@ -1,5 +1,6 @@
 """What the recipes leave, once they have run, is what the pages say: numbers, files, placement."""
 
+import functools
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from recipes.doc_blocks import (
     LOOP,
     MAPPED,
     SETTING,
+    fresh,
     of_recipe,
     run,
     sections,
@@ -161,6 +163,73 @@ def test_models_in_stages_are_the_models(title):
             for i, name in group
         ]
         np.testing.assert_array_equal(first, other)
+
+
+@of_recipe(FSDP)
+def test_a_contrastive_loss_over_all_replicas_is_that_of_the_whole_batch_under_jit():
+    found = recipe(FSDP)
+
+    def loss(params, batch):
+        left, right = jnp.tanh(batch @ params["in"]), jnp.tanh(batch[:, ::-1] @ params["in"])
+        own = jnp.arange(len(batch))
+        return optax.softmax_cross_entropy_with_integer_labels(left @ right.T, own).mean()
+
+    start = found["sharded"]
+    value, grads = jax.jit(jax.value_and_grad(loss))(start, found["inputs"][0])
+    for i in range(2):
+        params = jax.tree.map(lambda x, i=i: x[i], found["contrastive"].params)
+        assert_close(params, jax.tree.map(lambda p, g: p - 0.1 * g, start, grads))
+    assert_close(js.host_mean(found["of_replicas"])["loss"], float(value))
+
+
+def test_what_the_page_writes_for_the_whole_batch_gives_the_numbers_of_jit():
+    """Normalised advantages, statistics and the gradient's norm; without the lines others."""
+    draws = np.random.default_rng(3)
+    x, a = draws.normal(size=(16, 3)).astype("f"), np.arange(16, dtype=np.float32) ** 2
+    params = {"w": np.float32([0.5, -1.0, 2.0])}
+
+    def normalised(a):
+        return (a - a.mean()) / (a.std() + 1e-8)
+
+    def loss_of(mean, advantages):
+        def loss(params, batch):
+            y = (batch["x"] - mean(batch["x"])[None]) @ params["w"]
+            return jnp.mean(jnp.tanh(y) * advantages(batch["a"]))
+
+        return loss
+
+    def updated(loss, a):
+        averaged = js.chain(js.all_reduce_gradients("replica"), js.clip_by_global_norm(0.01))
+        mesh = js.make_mesh({"replica": 4})
+        step = js.make_train_step(loss, optax.sgd(1.0), gradients=averaged, mesh=mesh)
+        return step(step.init(params), {"x": x, "a": a})[0].params["w"][0]
+
+    of_batch = lambda x: x.mean(0)  # noqa: E731
+    of_all = lambda x: jax.lax.pmean(x.mean(0), "replica")  # noqa: E731
+    grad = jax.grad(loss_of(of_batch, normalised))(params, {"x": x, "a": a})["w"]
+    expected = params["w"] - grad * min(1.0, 0.01 / np.linalg.norm(grad))
+    assert_close(updated(loss_of(of_all, lambda a: a), normalised(a)), expected)
+    assert np.abs(updated(loss_of(of_batch, normalised), a) - expected).max() > 1e-3
+
+
+def test_norms_are_logged():
+    found = recipe("Norms of gradients, updates and parameters")["logged"]
+    assert [x["step"] for x in found] == [6, 12, 18, 24]
+    # Adam's first updates have the size of its rate in every element, of which there are four.
+    assert found[0]["norm/updates"] == pytest.approx(0.05 * 2, rel=0.3)
+    assert all(found[0][f"norm/{name}"] > 0 for name in ("gradients", "params"))
+
+
+@pytest.mark.parametrize("title", ["flax nnx, as functions", "Equinox", "Haiku"])
+def test_models_train_alike_in_both_modes(title, monkeypatch):
+    found, names = recipe(title), dict(run("recipes", SETTING, LOOP, MAPPED))
+    assert isinstance(names["mesh"], jax.sharding.Mesh)  # of devices
+    monkeypatch.setattr(js, "make_train_step", functools.partial(js.make_train_step, mode="host"))
+    of_host = fresh("recipes", title, names=names)
+    assert of_host["step"].mode == "host"
+    for part in ("params", "model_state"):
+        trees = (jax.tree.leaves(getattr(x["state"], part)) for x in (of_host, found))
+        assert_close(*([x for x in y if jnp.issubdtype(x.dtype, jnp.floating)] for y in trees))
 
 
 def ravelled(tree: Any) -> Any:

@@ -88,6 +88,7 @@ REFUSED = {
     "leaves of other sizes": ({"x": Examples(X, np.tile(Y, 2)), "y": Y}, "'x' is a Examples"),
     "deep inside": ({"x": Examples({"a": SPARSE}, None), "y": Y}, "'x'"),
     "text": ({"deep": {"leaf": np.array(["a"] * ROWS)}, "x": X}, "'deep/leaf' of dtype <U1"),
+    "big-endian": ({"x": X.astype(">f4"), "y": Y}, "'x' of dtype >f4"),
     "dates": ({"deep": {"leaf": np.zeros(ROWS, "datetime64[s]")}}, "'deep/leaf' of dtype datetime"),
 }
 

@@ -48,12 +48,16 @@ SYNCS = {
         ),
     ),
     "gossip": TRANSFORMS["sgp"],
+    "sparta": TRANSFORMS["sparta"],
 }
 # What takes gradients, or wraps an optimizer.
 CHAINS = {
     "demo": lambda: js.chain(js.demo("replica", top_k=2, chunk=4), optax.sgd(0.1)),
     "dynamic_loss_scale": lambda: js.dynamic_loss_scale(optax.adam(0.1), initial=2.0),
     "skip_unused": lambda: js.gradients.skip_unused(optax.sgd(0.1, momentum=0.9), "replica"),
+    "powersgd": lambda: js.chain(
+        js.all_reduce_gradients("replica", hook=js.hooks.powersgd(1)), optax.sgd(0.1)
+    ),
     "in buckets": lambda: js.chain(
         js.all_reduce_gradients("replica", bucket_bytes=32, first_bucket_bytes=8), optax.sgd(0.1)
     ),
@@ -105,3 +109,36 @@ def test_one_step_is_of_one_model():
     for use in (step.init, step.next_phase, lambda x: step(x, BATCHES[0])):
         with pytest.raises(ValueError, match=r"only one of the two has \['w2'\]"):
             use(second if use == step.init else another)
+
+
+def rows_trained(*optimizers):
+    """Return the rows of tables of two models after updates in turn."""
+    steps, states, mesh = [], [], js.make_mesh({"replica": 4})
+    for optimizer, size in zip(optimizers, [(10, 3), (64, 2)], strict=True):
+        embeddings = js.embeddings(
+            {"id": js.Table(*size, pooling=None)},
+            axis_name=None,
+            inputs=lambda ids: {"id": ids},
+            optimizer=optimizer,
+        )
+        options = {"gradients": js.all_reduce_gradients("replica"), "embeddings": embeddings}
+        steps.append(
+            js.make_train_step(
+                lambda params, ids, *, embedded: jnp.mean((embedded["id"] - params["b"]) ** 2),
+                optax.sgd(0.1),
+                mesh=mesh,
+                **options,
+            )
+        )
+        states.append(steps[-1].init({"b": np.float32(1)}))
+    for t in range(3):
+        for i, step in enumerate(steps):
+            states[i], _ = step(states[i], np.arange(8, dtype=np.int32) % (3 + t))
+    pairs = zip(steps, states, strict=True)
+    return [step.embeddings.read(step.consensus(state).tables) for step, state in pairs]
+
+
+@pytest.mark.parametrize("make", [js.rowwise_sgd, js.rowwise_adagrad, js.rowwise_adam])
+def test_one_optimizer_of_tables(make):
+    once = make(0.1)
+    assert_equal_bits(rows_trained(once, once), rows_trained(make(0.1), make(0.1)))

@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jaxslowmo as js
 from jaxslowmo import models
+from support.strict import SETTINGS, assert_equal_bits
 
 TINY = models.GPTConfig(num_layers=2, num_heads=2, embed_dim=8, context_length=6)
 WAYS = {
@@ -144,3 +146,20 @@ def test_initial_parameters_are_those_of_gpt_2_and_depend_on_the_seed_alone():
     assert not np.array_equal(params["positions"], other["positions"])
     last = params["norm"]
     assert (np.unique(last["scale"]), np.unique(last["bias"])) == (1, 0)
+
+
+def test_it_trains_alike_under_jaxs_debugging_settings():
+    mesh, policy = js.make_mesh({"replica": 2}), js.gradients.Policy("bfloat16")
+    start = models.init_gpt(TINY, 0)
+
+    def trained():
+        loss_fn, sync = models.gpt_loss_fn(TINY), js.local_sgd("replica", sync_every=2)
+        step = js.make_train_step(loss_fn, optax.adamw(0.01), sync=sync, mesh=mesh, policy=policy)
+        state = step.init(start)
+        for _ in range(2):
+            state, metrics = step(state, batch_of(4))
+        return metrics, state.params
+
+    expected = trained()
+    with SETTINGS["set_mesh"](mesh), SETTINGS["checks"](mesh):
+        assert_equal_bits(trained(), expected)

@@ -299,3 +299,46 @@ def test_devices_whose_batches_differ_in_shape_and_structure():
         gradients = manager.get_aggregated_gradients()
     assert largest_difference(gradients, [p.grad for p in reference.parameters()]) < 1e-6
     assert model.calls == 3  # of device 0
+
+
+class ResNet(nn.Module):
+    """Convolutions without biases, a batch norm after each, and a sum with what was before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        inner = nn.Conv2d(8, 16, 3, 2, 1, bias=False), nn.Conv2d(16, 16, 3, 1, 1, bias=False)
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(3, 2, 1),
+        )
+        self.inner = nn.Sequential(
+            inner[0], nn.BatchNorm2d(16), nn.ReLU(), inner[1], nn.BatchNorm2d(16)
+        )
+        self.past, self.head = nn.Conv2d(8, 16, 1, 2, bias=False), nn.Linear(16, 4)
+
+    def forward(self, x, y):
+        x = self.stem(x)
+        x = torch.relu(self.inner(x) + self.past(x)).mean((2, 3))
+        return {"loss": nn.functional.cross_entropy(self.head(x), y)}
+
+
+def test_a_resnet_trains_as_in_plain_torch():
+    images = torch.randn(24, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    data = [{"x": x, "y": torch.tensor(i % 4)} for i, x in enumerate(images)]
+    model = ResNet()
+    plain = PlainTorch(model)
+    optimizer = torch.optim.SGD(plain.model.parameters(), lr=0.05)
+    with manager_of(model, data, nprocs=1, batch_size_per_device=8) as manager:
+        for number in range(3):
+            loss, _ = manager.step()
+            expected = plain.step(data[number * 8 : number * 8 + 8])
+            assert math.isclose(loss, expected, rel_tol=2e-5)
+            found = manager.get_aggregated_gradients()
+            assert largest_difference(found, plain.gradients()) <= 2e-4
+            optimizer.step()
+            manager.update_model_parameters([*plain.model.parameters()])
+            manager.zero_grad()
+            optimizer.zero_grad()

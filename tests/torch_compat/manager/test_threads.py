@@ -119,3 +119,14 @@ def test_no_thread_sees_half_added_gradients_nor_the_devices_half_written_parame
     assert apart == [0.0] * 20
     assert all(len(values) == 1 for values in seen)
     assert len(seen) > 1
+
+
+def test_steps_of_two_threads_come_one_after_the_other():
+    model = regressor(width=32)
+    plain, results = PlainTorch(model), []
+    with manager_of(model) as manager:
+        with running(lambda: results.append(manager.step()[0])):
+            results.append(manager.step()[0])
+        wanted = [plain.step([sample]) for sample in DATA[:2]]
+        assert sorted(results) == pytest.approx(sorted(wanted), abs=1e-6)
+        assert largest_difference(manager.get_aggregated_gradients(), plain.gradients()) < 1e-6

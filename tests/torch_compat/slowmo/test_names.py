@@ -211,16 +211,59 @@ def called_with_other_weights(is_called: bool) -> dict[str, np.ndarray]:
     return values(net.module)
 
 
+def in_groups(number: int) -> dict[str, np.ndarray]:
+    """Rates that fall and grow again, and a parameter that comes later."""
+    module = Prescribed()
+    net = SlowMo(module, 1, slowmo_frequency=2, localsgd_frequency=2, slowmo_momentum=0.9)
+    parts = np.array_split(range(len(NAMES)), number)
+    groups = [{"params": [getattr(module, NAMES[i]) for i in part]} for part in parts]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    for step in range(10):
+        module.b.requires_grad_(step >= 4)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.001 if 4 <= step < 6 else 0.1
+        take_step(net, optimizer, net(step))
+    return values(module)
+
+
+def of_masters(dtype: torch.dtype) -> dict[str, np.ndarray]:
+    """Masters in float32; those of all but "a" move by less than a step of bfloat16."""
+    module = Prescribed().to(dtype)
+    params = [*module.parameters()]
+    masters = [torch.nn.Parameter(p.detach().float().clone()) for p in params]
+    net = SlowMo(module, 1, slowmo_frequency=4, localsgd_frequency=2)
+    optimizer = torch.optim.SGD(masters, lr=0.1, momentum=0.9)
+    for step in range(8):
+        net(step).backward()
+        for param, master in zip(params, masters, strict=True):
+            master.grad = param.grad.float() if param is module.a else torch.full((3,), 0.01)
+        optimizer.step()
+        for param, master in zip(params, masters, strict=True):
+            param.data.copy_(master)
+        net.zero_grad()
+        net.perform_slowmo(optimizer, fp32_params=masters)
+    for param, master in zip(params, masters, strict=True):
+        assert torch.equal(param, master.to(dtype))
+    return {name: x.detach().numpy() for name, x in zip(NAMES, masters, strict=True)}
+
+
 def trained_by_hand():
     pairs = [(called_with_other_weights(False), called_with_other_weights(True))]
-    return pairs, [frozen_with_a_gradient(), all_frozen_for_a_while()]
+    pairs.append((in_groups(1), in_groups(5)))
+    runs = [frozen_with_a_gradient(), all_frozen_for_a_while(), of_masters(torch.bfloat16)]
+    return pairs, runs, of_masters(torch.float32)
 
 
-def test_functional_calls_and_frozen_parameters():
-    (pairs, first), (_, second) = spawned(2, trained_by_hand)
+def test_functional_calls_groups_frozen_parameters_and_masters():
+    (pairs, first, precise), (_, second, _) = spawned(2, trained_by_hand)
     for one, other in [*pairs, *zip(first, second, strict=True)]:
         for name in NAMES:
             np.testing.assert_allclose(one[name], other[name], rtol=1e-6, err_msg=name)
+    # Where processes differ, what is exchanged is rounded; what is not sent stays.
+    np.testing.assert_allclose(first[-1].pop("a"), precise["a"], atol=0.03)
+    for name, found in first[-1].items():
+        np.testing.assert_allclose(found, precise[name], rtol=1e-5)
+        assert (np.abs(found - start(name)) > 0.01).all()
 
 
 class Adapted(torch.nn.Module):

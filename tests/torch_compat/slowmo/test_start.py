@@ -61,3 +61,23 @@ def test_processes_begin_equal_or_are_named_with_what_differs(by):
             assert np.array_equal(value, result["made equal"][key]), key
         assert result["made equal"]["b1"].tolist() == [1, 1]
         assert result["made equal"]["seen"].tolist() == [True, True]
+
+
+def unlike(hidden: int, number: int) -> str:
+    module = Perceptron(3, hidden if here.rank() else 2)
+    module.more = torch.nn.ParameterList([torch.ones(1)] * (number if here.rank() else 0))
+    try:
+        SlowMo(module, nprocs_per_node=1)(torch.ones(1, 3))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def unlike_in_both():
+    return unlike(4, 0), unlike(2, 1)
+
+
+def test_their_shapes_and_their_number_are_compared():
+    for shapes, number in spawned(2, unlike_in_both):
+        assert "processes 1 of 2 do not have ('w1', 'b1', 'w2')" in shapes
+        assert "processes 1 of 2 do not have (their number is not the same)" in number

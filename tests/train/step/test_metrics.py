@@ -41,9 +41,10 @@ def test_dtypes_and_nesting_are_kept():
         means = js.host_mean(found)
         assert (means["int32"], means["inside/complex"]) == (LARGE, 1 + 2j)
         assert means["inside/deeper/0"] == 0.5
-    odd = step_of(lambda batch: {"odd": {"deep": [jax.random.key(0)]}})
-    with pytest.raises(ValueError, match=r"`loss_fn`.* metrics .*'odd.* key<fry>"):
-        odd.evaluate(odd.init(PARAMS), BATCH)
+    for value, kind in ((lambda: jax.random.key(0), "key<fry>"), (lambda: "text", "<U4")):
+        odd = step_of(lambda batch, value=value: {"odd": {"deep": [value()]}})
+        with pytest.raises(ValueError, match=rf"`loss_fn`.* metrics .*'odd.* {kind}"):
+            odd(odd.init(PARAMS), BATCH)
 
 
 def test_names_of_the_step_are_taken_and_the_mean_of_one_array():

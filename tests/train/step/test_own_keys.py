@@ -128,5 +128,12 @@ def test_keys_without_a_type_are_told_of_every_generator(impl):
         for _ in range(2):
             state, metrics = step(state, BATCH)
             assert len(np.unique(metrics["noise"])) == len(np.unique(metrics["own"])) == 4
+    if impl == "rbg":  # whose draws are others under vmap
+        key = {"key": jax.random.key(0, impl=impl)}
+        step_of(loss, js.make_mesh({"replica": 2})).init(PARAMS, model_state=key)
+        virtual = step_of(loss, js.virtual_mesh({"replica": 2}))
+        with pytest.warns(UserWarning, match="'rbg' .* virtual mesh"):
+            virtual.init(PARAMS, model_state=key)
+        virtual.init(PARAMS, model_state=key)  # once
     one = step_of(loss, js.virtual_mesh({"replica": 1}), "none")
     one.init(PARAMS, model_state=RAW)  # warnings are errors
