@@ -57,7 +57,6 @@ def step_of(place, fn=loss_fn):
 
 CUT = {
     "dataclass": lambda: Examples(X, Y, np.float32(2)),  # which all share
-    "in a dataclass": lambda: Examples({"x": X}, (Y, None)),
     "other sizes in a mapping": lambda: FrozenDict(x=X, y=np.tile(Y, 2)),
     "bags": lambda: {"x": X, "ids": js.embedding.bags([[1], [], [2, 3], [4]] * 2, max_length=2)},
     "jagged": lambda: js.embedding.jagged(
@@ -86,7 +85,6 @@ REFUSED = {
     "compressed": ((sparse.BCSR.fromdense(X, nse=16),), "'0' is a BCSR"),
     "a shape beside": ({"x": Padded(X, X.shape), "y": Y}, "'x' is a Padded"),
     "leaves of other sizes": ({"x": Examples(X, np.tile(Y, 2)), "y": Y}, "'x' is a Examples"),
-    "deep inside": ({"x": Examples({"a": SPARSE}, None), "y": Y}, "'x'"),
     "text": ({"deep": {"leaf": np.array(["a"] * ROWS)}, "x": X}, "'deep/leaf' of dtype <U1"),
     "dates": ({"deep": {"leaf": np.zeros(ROWS, "datetime64[s]")}}, "'deep/leaf' of dtype datetime"),
 }

@@ -14,14 +14,12 @@ REPLICAS, UPDATES = 8, 4
 SHAPE = 3 * UPDATES, 2 * REPLICAS, WIDTH
 BATCHES = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
 OPTIMIZER = optax.sgd(0.1, momentum=0.9)
-MEAN = {"gradients": js.all_reduce_gradients("replica")}
 ALGORITHMS = {
     "local_sgd": {"sync": js.local_sgd("replica", sync_every=2)},
     "slowmo": {
         "sync": js.slowmo("replica", base=js.local_sgd("replica", sync_every=2), sync_every=UPDATES)
     },
     "sgp": {"sync": js.sgp("replica")},
-    "averaged gradients": {"sync": js.local_sgd("replica", sync_every=2), **MEAN},
     "demo": {
         "sync": js.local_sgd("replica", sync_every=2),
         "gradients": js.demo("replica", top_k=2, chunk=4),
@@ -66,10 +64,8 @@ def assert_lies_on(state, params, count):
 CASES = [
     ("local_sgd", "make_train_step", "traced", 2),
     ("slowmo", "with_exchange", "host", 4),
-    ("slowmo", "make_train_step", "traced", 4),
     ("sgp", "make_train_step", "host", 1),
     ("sgp", "with_exchange", "traced", 8),
-    ("averaged gradients", "with_exchange", "host", 2),
     ("demo", "make_train_step", "host", 4),
 ]
 

@@ -234,21 +234,10 @@ def returning(what):
 
 REFUSED = {
     "reset": Refusal(lambda: made("reset"), "`inner_state`", "`get_opt_state`"),
-    "rate": Refusal(lambda: made("rate"), "`learning_rate`", "`get_opt_state`"),
-    "sync": Refusal(lambda: made(ADAM), "`sync`", "js.ParameterTransform"),
-    "an axis that is mapped": Refusal(
-        lambda: made(mesh=MESHES["fsdp"](), map_with="vmap", gradients=MEAN), "`gradients`", "fsdp"
-    ),
     "an argument less": Refusal(lambda: called(in_axes=(0, None)), "`in_axes`", "1 further"),
-    "another form": Refusal(
-        lambda: started(statistics=(lambda state: (state["mean"],), STATISTICS[1])),
-        "`statistics`",
-        "another form",
-    ),
     "averaged twice": Refusal(
         lambda: started(statistics=tuple(PARTS.values())), "`statistics`", "parameters"
     ),
-    "a state alone": Refusal(returning(lambda state, metrics: state), "`train_step`", "dict"),
     "the other order": Refusal(
         returning(lambda state, metrics: (metrics["loss"], state)), "`train_step`", "1 arrays"
     ),

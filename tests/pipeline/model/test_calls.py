@@ -70,23 +70,6 @@ def test_layers_that_take_a_key_get_it(name):
         assert_close(model(PARAMS, BATCH, rng=key), known(PARAMS, BATCH, rng=key))
 
 
-WITHOUT: dict[str, Callable[..., Any]] = {
-    "named key first": lambda key, state, **kwargs: dense(key, state),
-    "bound": functools.partial(noisy, key=None),
-    "kwargs": wrapped(noisy),
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT)
-def test_layers_that_take_no_key_get_none(name):
-    model = js.LayeredModel([dense, WITHOUT[name]], mean)
-    assert model.takes == ((), ())
-    assert not model.takes_key
-    assert not model.takes_state
-    known = js.LayeredModel([dense, dense], mean)(PARAMS, BATCH)
-    assert_close(model(PARAMS, BATCH, rng=jax.random.key(3)), known)
-
-
 def test_layers_are_called_once_and_their_errors_are_raised_as_they_are():
     calls = []
 
@@ -99,19 +82,6 @@ def test_layers_are_called_once_and_their_errors_are_raised_as_they_are():
     with pytest.raises(TypeError, match="keyword argument 'key'"):
         model(PARAMS[:1], BATCH, rng=jax.random.key(0))
     assert calls == [[], ["key"]]
-
-
-def test_state_and_key_of_one_layer():
-    def counting(params, x, **kwargs):
-        state = kwargs.pop("state")
-        return noisy(params, x, **kwargs), {"count": state["count"] + 1}
-
-    model = js.LayeredModel([counting], mean, takes={"state", "key"})
-    assert model.takes == (("key", "state"),)
-    states = [{"count": jnp.zeros(())}]
-    loss, (_, after) = model(PARAMS[:1], BATCH, rng=jax.random.key(0), model_state=states)
-    known = js.LayeredModel([noisy], mean)(PARAMS[:1], BATCH, rng=jax.random.key(0))
-    assert_close((loss, after), (known, [{"count": 1.0}]))
 
 
 def test_equal_layers_that_take_different_keywords_are_not_one_run(mesh_of):

@@ -10,8 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 
 import jaxslowmo as js
@@ -117,30 +115,6 @@ def test_it_runs_in_its_way_and_equals_itself_without_stages(name):
     assert kind_of(ALL[name]) == kind.get(name, "refused")
     if name not in MIXING and name != "plateau":
         check_equal(ALL[name])
-
-
-PARTS = {
-    "clip": (optax.clip(0.3), 0),
-    "rate": (optax.scale_by_schedule(optax.linear_schedule(1.0, 0.1, 3)), 0),
-    "masked": (optax.add_decayed_weights(0.1, mask=no_bias), 1),
-    "rms": (optax.clip_by_block_rms(0.2), 1),
-    "norm": (optax.clip_by_global_norm(0.1), 2),
-}
-AROUND = {
-    "nothing": lambda tx: tx,
-    "several": lambda tx: promoting(optax.MultiSteps(tx, 2).gradient_transformation()),
-    "masked": lambda tx: optax.masked(tx, lambda tree: jax.tree.map(lambda x: True, tree)),
-}
-
-
-@settings(max_examples=5)
-@given(st.lists(st.sampled_from([*PARTS]), min_size=1, max_size=4), st.sampled_from([*AROUND]))
-def test_a_chain_runs_as_its_loosest_part(names, around):
-    loosest = max(PARTS[name][1] for name in names)
-    tx = AROUND[around](optax.chain(*[PARTS[name][0] for name in names]))
-    assert kind_of(tx) == ("on buffers", "per stage", "refused")[loosest]
-    if loosest < 2:
-        check_equal(tx)
 
 
 def test_states_are_as_those_that_are_made_per_stage():

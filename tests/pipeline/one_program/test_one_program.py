@@ -155,24 +155,3 @@ def test_stages_of_layers_without_parameters_differ_by_their_number(mesh_of):
     )
     batch = np.ones((4, 2), np.float32)
     np.testing.assert_allclose(jax.jit(pipe)(params, batch), model(params, batch), rtol=1e-6)
-
-
-CHANGES = {
-    "equal blocks share one, and the ends have their own": (lambda layers: layers, [0, 1, 1, 2]),
-    "another function": (
-        lambda layers: [*layers[:3], lambda p, x: layers[3](p, x), *layers[4:]],
-        [0, 1, 2, 3],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CHANGES)
-def test_equal_stages_share_a_branch_and_compute_their_own_layers(mesh_of, name):
-    change, kinds = CHANGES[name]
-    model, params = language_model(6)
-    model = js.LayeredModel(change(list(model.layers)), model.loss)
-    schedule, parts = js.schedules.one_f_one_b(4, 4), js.partition_uniform(8, 4)
-    pipe = js.pipelined(model, params, schedule, parts=parts, mesh=mesh_of({"stage": 4}))
-    assert list(pipe.plan.kind_index) == kinds
-    values = jax.jit(pipe)(pipe.layout.stack(params), tokens(8))
-    assert_close(values, model(params, tokens(8)))

@@ -1,7 +1,5 @@
 """A small problem for steps of every kind, and how to run one on it."""
 
-import random
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -47,13 +45,3 @@ def assert_close(found, expected, atol=2e-6):
         np.testing.assert_allclose(
             found[key], np.broadcast_to(expected[key], found[key].shape), atol=atol, err_msg=key
         )
-
-
-def covering(options, runs, seed):
-    """Draw a value of every option for so many runs; each value is in at least one of them."""
-    source, columns = random.Random(seed), []
-    for values in options.values():
-        column = (values * runs)[:runs]
-        source.shuffle(column)
-        columns.append(column)
-    return [dict(zip(options, row, strict=True)) for row in zip(*columns, strict=True)]

@@ -36,17 +36,6 @@ def slowmo(**options):
     return js.slowmo("replica", base=base, sync_every=2, **{"shard_state": False, **options})
 
 
-def test_blocks_of_the_slow_state_are_cut_over_devices_of_a_replica_too(mesh_of):
-    step = step_of(mesh_of({"replica": 4, "fsdp": 2}), slowmo(shard_state=True))
-    state = start(step)
-    for _ in range(2):
-        shared = state.exchange.shared
-        for block in (shared["anchor"]["w"], shared["outer"].velocity["w"]):
-            assert block.shape == (8, 4)  # "fsdp" has the first dimension, replicas the next
-            assert {x.data.shape for x in block.addressable_shards} == {(4, 1)}
-        state, _ = step(state, BATCH)
-
-
 def lying_as(tree, like):
     for one, other in zip(*map(jax.tree.leaves, (tree, like)), strict=True):
         assert one.sharding.is_equivalent_to(other.sharding, one.ndim)

@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.exhaustive import sweep
-from train.step.problem import BATCHES, KINDS, PARAMS, covering
+from support.exhaustive import covering, sweep
+from train.step.problem import BATCHES, KINDS, PARAMS
 
 REPLICAS, RATE, UPDATES = 2, 0.2, 4
 # Axes of the mesh over which a loss averages; none by hand.

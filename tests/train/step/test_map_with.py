@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from train.libraries import BATCHES, SPECS, WIDTH, assert_close, loss_fn, placed
+from train.libraries import BATCHES, SPECS, assert_close, loss_fn, placed
 
 REPLICAS = 2
 
@@ -68,21 +68,6 @@ def test_a_loss_with_maps_of_its_own_trains_as_virtual_replicas(parts, mode):
     report = js.comm_report(step, state, BATCHES[0])
     if "local" in report.kinds:
         assert not [row for row in report.select(kind="local") if "replica" in row.axis]
-
-
-def test_scan_windows_and_evaluation_go_through_the_same_map():
-    mesh = js.make_mesh(AXES)
-    step, state, metrics = trained(nested_on(mesh), mesh, "sync", map_with="vmap", donate=False)
-    scanned, of_scan = step.scan(step.init(placed(mesh)), BATCHES)
-    assert_close(scanned.params, state.params)
-    assert_close(of_scan, jax.tree.map(lambda *x: np.stack(x), *metrics))
-    whole = np.concatenate([BATCHES[0], BATCHES[1]]).reshape(2, REPLICAS, 4, WIDTH)
-    whole = whole.swapaxes(0, 1).reshape(-1, WIDTH)  # each replica's rows of both batches
-    expected, _ = step(state, whole)
-    window, _ = step.collect(state, BATCHES[0])
-    found, _ = step(state, BATCHES[1], window=window)
-    assert_close(found.params, expected.params)
-    assert_close(step.evaluate(state, BATCHES[0]), step(state, BATCHES[0])[1])
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,9 @@ import jaxslowmo as js
 from support.meshes import MESHES
 
 PARAMS = {"w": np.ones(64, np.float32)}
-BATCH = np.ones((8, 1), np.float32)
 AVERAGE = js.local_sgd("replica")
+BATCH = np.ones((8, 1), np.float32)
 RAW = {"key": np.array([7, 0], np.uint32), "count": jnp.uint32(0), "ids": jnp.arange(2)}
-TYPED = {**RAW, "key": jax.random.wrap_key_data(RAW["key"])}
 
 
 def loss(params, batch, *, model_state):
@@ -27,14 +26,6 @@ def loss(params, batch, *, model_state):
         {"kept": kept},
         after,
     )
-
-
-def raw_loss(params, batch, *, model_state):
-    """Draws as Keras does: from a seed and a counter in one leaf of two uint32."""
-    key = jax.random.key_data(model_state["key"])
-    value, (metrics, after) = loss(params, batch, model_state={**model_state, "key": key})
-    key = jax.random.wrap_key_data(key + jnp.array([0, 1], jnp.uint32))
-    return value, (metrics, {**after, "key": key})
 
 
 def step_of(fn, mesh, sync=AVERAGE, **options):
@@ -82,31 +73,6 @@ def test_no_two_draws_of_a_run_have_one_key(axes, axis_name, kind):
     # Two keys for each of 8 devices, in 2 updates of 2 batches of 2 microbatches.
     assert len(seen) == 2 * 8 * 8
     assert len(set(seen)) == len(seen)
-
-
-def trained(step, state):
-    kept = []
-    for _ in range(3):
-        state, metrics = step(state, BATCH)
-        kept.append(np.asarray(metrics["kept"]))
-    return state, np.array(kept)
-
-
-def test_keys_that_a_loss_uses_raw_become_the_replicas_own():
-    mesh, options = (
-        js.virtual_mesh({"replica": 2, "device": 2}),
-        {"policy": js.gradients.Policy("bfloat16")},
-    )
-    step = step_of(raw_loss, mesh, model_state="broadcast", accumulate=2, **options)
-    state = step.init(PARAMS, model_state=TYPED)
-    before = np.asarray(jax.random.key_data(state.model_state["key"]))
-    assert np.array_equal(before[0], RAW["key"])  # replica 0 draws what one replica would
-    assert not np.array_equal(before[0], before[1])
-    state, kept = trained(step, state)
-    assert len(np.unique(kept)) == np.size(kept)
-    after = np.asarray(jax.random.key_data(state.model_state["key"]))
-    assert np.array_equal(after - before, np.broadcast_to(np.uint32([0, 3 * 2]), (2, 2)))
-    assert np.array_equal(state.model_state["ids"], [[0, 1]] * 2)
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])

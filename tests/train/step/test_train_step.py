@@ -150,21 +150,6 @@ def test_metrics_are_those_of_the_next_update(mesh_of):
         step.evaluate(state, BATCHES[0])
 
 
-def test_replicas_start_alike_but_for_their_keys():
-    step, source = step_of(js.make_mesh({"replica": 4})), jax.tree.map(jnp.asarray, PARAMS)
-    state, again, other = (
-        step.init(source, model_state={"n": jnp.zeros(2)}, seed=seed) for seed in (1, 1, 2)
-    )
-    assert state.step.tolist() == [0] * 4
-    for name, x in PARAMS.items():
-        np.testing.assert_array_equal(state.params[name], np.stack([x] * 4))
-    assert state.model_state["n"].shape == (4, 2)
-    assert jax.tree.leaves(state.opt_state)[0].shape[0] == 4
-    bits = [np.asarray(s.rng) for s in (state, again, other)]
-    assert len({row.tobytes() for row in (*bits[0], *bits[2])}) == 8
-    np.testing.assert_array_equal(bits[0], bits[1])
-
-
 def test_copies_train_on_and_nothing_of_a_state_is_kept():
     step = step_of(mode="host", donate=False)
     state = step.init(PARAMS)

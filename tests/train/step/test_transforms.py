@@ -84,11 +84,8 @@ def masked(tx):
     [
         {"mesh": js.virtual_mesh({"replica": 1, "device": 2})},
         {"gradients": own_average()},
-        {"optimizer": js.chain(own_average(), sgd)},
         {"optimizer": optax.chain(own_average(), sgd)},
-        {"optimizer": masked(optax.chain(sgd, local))},
         {"optimizer": optax.chain(sgd, js.only_finite(js.sgp("replica")))},
-        {"optimizer": optax.chain(sgd, js.diloco("replica"))},
         {"optimizer": js.gradients.skip_unused(optax.chain(mean, sgd), "replica")},
         {"optimizer": optax.chain(js.sparse.all_reduce_rows("replica"), sgd)},
         {"sync": "none"},
@@ -97,7 +94,6 @@ def masked(tx):
             {"optimizer": masked(tx), "mesh": js.make_mesh({"replica": 4}), "sync": "none"}
             for tx in (
                 js.all_reduce_gradients("replica", hook=js.hooks.powersgd(1, start_step=2)),
-                js.all_reduce_gradients("replica", hook=js.hooks.int8()),
                 js.sparse.all_reduce_rows("replica", tables=("w",), capacity=1),
                 js.dynamic_loss_scale(optax.chain(mean, sgd), "replica"),
             )

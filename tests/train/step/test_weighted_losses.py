@@ -1,4 +1,4 @@
-"""Losses that are pairs `(sum, weight)`; `test_weighted_sums.py` has what they compute."""
+"""Losses that are pairs `(sum, weight)`; `update/test_replica_step.py` has what they compute."""
 
 import jax
 import jax.numpy as jnp

@@ -22,7 +22,6 @@ BACKTRACKING = optax.chain(
     optax.sgd(1.0), optax.scale_by_backtracking_linesearch(max_backtracking_steps=5)
 )
 polyak, average = optax.polyak_sgd(), js.all_reduce_gradients("replica")
-both = js.all_reduce_gradients(("replica", "device"))
 local = js.local_sgd("replica", sync_every=99)
 
 
@@ -74,15 +73,13 @@ def all_gathered(axis):
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
-TWO, LEVELS = {"replica": 2}, {"replica": 2, "device": 2}
+TWO = {"replica": 2}
 GATHERED = js.gradient_transform(all_gathered("replica"))
-WRAPPED = js.gradients.skip_unused(js.chain(both, polyak), ("replica", "device"))
 # Mesh, the optimizer that is meant, options of the step. Replicas see one big batch, or ("search")
 # each its own part of it.
 CASES = {
     "reduce_on_plateau": ("virtual", {"replica": 4}, PLATEAU, {"gradients": average}),
     "all_gather": ("devices", TWO, polyak, {"gradients": GATHERED}),
-    "wrapped": ("devices", LEVELS, polyak, {"gradients": optax.identity(), "optimizer": WRAPPED}),
     "search": ("devices", TWO, BACKTRACKING, {"sync": local, "accumulate": 2, "fn": loss}),
 }
 
@@ -99,8 +96,6 @@ def test_the_loss_is_averaged_as_gradients_are(name):
         )
         expected = by_hand(optimizer, batches, options.get("fn", noisy), parts)
         found = state.params, state.opt_state
-        if "optimizer" in options:
-            found, expected = found[0], expected[0]
         rtol = 1e-3 if "fn" in options else 2e-5
         for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
             np.testing.assert_allclose(a[replica], b, rtol=rtol, atol=1e-6)

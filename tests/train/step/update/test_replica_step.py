@@ -1,10 +1,12 @@
 """Updates against loops written by hand with optax, whatever a step is made of.
 
-Each run draws a value of every option: who averages, windows, microbatches, weights, clipping, loss
-scales, model state, devices inside of a replica. `by_hand` shares no code with the step. Two leaves
-of each batch are those of all examples: a Python number, and an array of one row.
+Each run draws a value of every option: who averages, windows, microbatches, weights, losses that
+are pairs `(sum, weight)`, clipping, loss scales, model state, devices inside of a replica.
+`by_hand` shares no code with the step. Two leaves of each batch are those of all examples: a Python
+number, and an array of one row.
 """
 
+import functools
 import itertools
 
 import jax
@@ -16,9 +18,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.exhaustive import sweep
+from support.exhaustive import covering, sweep
 from support.promotion import promoting
-from train.step.problem import KINDS, PARAMS, RATE, covering
+from train.step.problem import KINDS, PARAMS, RATE
 
 REPLICAS, ROWS, UPDATES, START = 2, 16, 6, 3
 RNG = np.random.default_rng(0)
@@ -27,6 +29,8 @@ GATES = RNG.uniform(0.5, 1.5, size=(UPDATES, 3, 1, 8)).astype(np.float32)
 WEIGHTS = RNG.integers(0, 4, (UPDATES, 3, REPLICAS)).astype(np.float32)
 WEIGHTS[4, :, 1], WEIGHTS[1, 0, 1] = 0, 2
 WEIGHTS[:, :, 0] += WEIGHTS.sum(2) == 0  # somebody has data
+MASKS = (RNG.random((UPDATES, 3, ROWS)) < 0.6).astype(np.float32)
+MASKS[:, :, :: ROWS // REPLICAS] = MASKS[:, :, -1] = 1  # of each replica some examples count
 LATE = js.every(2, start=START)
 MAX_NORM, SCALE = 0.3, 64.0
 OPTIMIZERS = {
@@ -49,6 +53,7 @@ OPTIONS = {
     "window": [0, 1, 2],  # batches before the last one of an update
     "apply": [False, True],
     "weighted": [False, True],
+    "pairs": [False, True],
     "mode": ["traced", "host"],
     "chain": [False, True],
     "model_state": ["sync_mean", "broadcast", "local"],
@@ -66,18 +71,19 @@ def possible(run):
     return run
 
 
-def fn(params, batch, *, model_state):
+def fn(params, batch, *, model_state, pairs=False):
     """Use no statistics, so gradients are by example; an infinite factor is an overflow."""
-    (x, factor), (gate, strength) = batch
+    (x, factor, mask), (gate, strength) = batch
     assert (gate.shape, jnp.shape(strength)) == ((1, 8), ())
     hidden = jnp.tanh((x * gate) @ params["w"] + params["b"][None])
     values = jnp.sum(hidden**2, axis=1) * factor * strength
     new = {"m": 0.5 * model_state["m"] + x.mean(0), "n": model_state["n"] + 1}
-    return values.mean(), ({}, new)
+    loss = (jnp.sum(values * mask), jnp.sum(mask)) if pairs else values.mean()
+    return loss, ({}, new)
 
 
 def given(run):
-    """(x, factor) of each batch, and what all share; the second update overflows on replica 1."""
+    """(x, factor, mask) of each batch, and what all share; an update overflows on replica 1."""
     factors = np.ones(X.shape[:3], np.float32)
     if run["scaled"]:
         factors[1, 0, -1] = np.inf
@@ -85,7 +91,7 @@ def given(run):
     if run["weighted"]:  # whatever an idle replica's batch holds
         xs[np.repeat(WEIGHTS == 0, ROWS // REPLICAS, axis=2)] = np.nan
     return [
-        [((x[i], f[i]), (GATES[t, i], 1 + t / 8)) for i in range(run["window"] + 1)]
+        [((x[i], f[i], MASKS[t, i]), (GATES[t, i], 1 + t / 8)) for i in range(run["window"] + 1)]
         for t, (x, f) in enumerate(zip(xs, factors, strict=True))
     ]
 
@@ -119,7 +125,8 @@ def made(run):
     if run["reduce"] == run["sync"] == "none":
         options["sync"] = "none"
     axes = {"replica": REPLICAS} | inner
-    return js.make_train_step(fn, mesh=KINDS[kind](axes), **options)
+    loss = functools.partial(fn, pairs=run["pairs"])
+    return js.make_train_step(loss, mesh=KINDS[kind](axes), **options)
 
 
 def mean_of(shares, trees):
@@ -127,43 +134,55 @@ def mean_of(shares, trees):
 
 
 def by_hand(run):
-    """Yield parameters, statistics and told losses of all replicas after each update."""
+    """Yield parameters, statistics, told losses and their weights of all replicas, by update."""
     optimizer = optax.with_extra_args_support(OPTIMIZERS[run["optimizer"]])
     params, states = [PARAMS] * REPLICAS, [optimizer.init(PARAMS)] * REPLICAS
     stats, scales = [np.zeros(8, np.float32)] * REPLICAS, [SCALE] * REPLICAS
-    value_and_grad = jax.jit(jax.value_and_grad(lambda *a: fn(*a, model_state={"m": 0, "n": 0})[0]))
+
+    def quotient(params, batch):
+        loss, _ = fn(params, batch, model_state={"m": 0, "n": 0}, pairs=run["pairs"])
+        return loss[0] / loss[1] if run["pairs"] else loss
+
+    value_and_grad = jax.jit(jax.value_and_grad(quotient))
     devices = {"inner": 2, "two": 4}.get(run["kind"].split()[-1], 1)
     parts = devices, run["accumulate"]
     for t, batches in enumerate(given(run), 1):
         averages = run["reduce"] != "none"
         seen = [stats[0] if run["model_state"] == "broadcast" else s for s in stats]
-        grads, values, weights, told, used = [], [], [], [], list(scales)
+        grads, values, weights, terms, told = [], [], [], [], []
         for r in range(REPLICAS):
-            sums, value, total, before = jax.tree.map(np.zeros_like, PARAMS), 0.0, 0.0, seen[r]
-            for i, ((x, factor), shared) in enumerate(batches):
+            sums, value, before = jax.tree.map(np.zeros_like, PARAMS), 0.0, seen[r]
+            total = of_losses = 0.0
+            for i, (split, shared) in enumerate(batches):
                 weight = weight_of(run, t - 1, i)
                 w = 1.0 if weight is None else weight[r]
-                own = np.split(x, REPLICAS)[r], np.split(factor, REPLICAS)[r]
+                own = [np.split(x, REPLICAS)[r] for x in split]
+                term = own[2].sum() * (w > 0) if run["pairs"] else w
+                last = 0.0
                 if w:
                     last, g = value_and_grad(params[r], (own, shared))
-                    sums = jax.tree.map(lambda s, g, w=w: s + w * np.asarray(g), sums, g)
-                    value, total = value + w * float(last), total + w
+                    sums = jax.tree.map(lambda s, g, w=term: s + w * np.asarray(g), sums, g)
+                    value, total, of_losses = (
+                        value + term * float(last),
+                        total + w,
+                        of_losses + term,
+                    )
                     for part in own[0].reshape(*parts, -1, 8).mean((0, 2)):
                         before = 0.5 * before + part
-            told.append(float(last) if w else 0.0)
-            grads.append(jax.tree.map(lambda s, n=total or 1.0: s / n, sums))
-            values.append(value / (total or 1.0))
+            grads.append(jax.tree.map(lambda s, n=of_losses or 1.0: s / n, sums))
+            values.append(value / (of_losses or 1.0))
             weights.append(total)
+            terms.append(of_losses)
             seen[r] = before
-            if run["window"] and run["apply"]:
-                told[-1] = values[-1]
-        shares = np.array(weights) / sum(weights)
+            is_whole = run["window"] and run["apply"]
+            told.append((values[-1], of_losses) if is_whole else (float(last), term))
+        shares, of_replicas = (np.array(x) / sum(x) for x in (weights, terms))
         if averages:
             factor = np.mean(np.array(weights) > 0) if run["reduce"] == "initial" else 1.0
-            mean = mean_of(shares, grads)
+            mean = mean_of(of_replicas, grads)
             grads = [jax.tree.map(lambda x, f=factor: f * x, mean)] * REPLICAS
-            values = [float(np.dot(shares, values))] * REPLICAS
-        after = list(params)
+            values = [float(np.dot(of_replicas, values))] * REPLICAS
+        after, used = list(params), list(scales)
         for r in range(REPLICAS):
             is_idle = weights[r] == 0 and not averages  # an average is everybody's update
             g = grads[r]
@@ -184,7 +203,7 @@ def by_hand(run):
                 params = [mean_of(shares, params)] * REPLICAS
             if run["model_state"] == "sync_mean":
                 stats = [mean_of(shares, stats)] * REPLICAS
-        yield params, stats, told, used
+        yield params, stats, np.transpose(told), used
 
 
 CASES = sweep(itertools.product(range(3, 7), range(RUNS)), lambda seed, _: seed == 3)
@@ -212,7 +231,7 @@ def test_updates_are_those_of_a_loop_by_hand(seed, number):
         else:
             weight = weight_of(run, t, len(first))
             state, metrics = step(state, last, weight, window=window)
-        params, stats, told, scales = next(wanted)
+        params, stats, (told, terms), scales = next(wanted)
         where = f"update {t + 1} of {run}"
         close = {"rtol": 2e-4, "atol": 2e-5, "err_msg": where}
         for name in PARAMS:
@@ -222,5 +241,7 @@ def test_updates_are_those_of_a_loop_by_hand(seed, number):
             assert state.params["w"].sharding.is_equivalent_to(wanted_place, 3)
         np.testing.assert_allclose(state.model_state["m"], stats, **close)
         np.testing.assert_allclose(metrics["loss"], told, **close)
+        if run["pairs"]:
+            np.testing.assert_allclose(metrics["loss_weight"], terms, **close)
         if run["scaled"]:
             np.testing.assert_array_equal(metrics["loss_scale"], scales, where)
