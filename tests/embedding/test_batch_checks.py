@@ -37,24 +37,6 @@ def test_padding_that_devices_would_take_for_an_id_is_refused():
             emb_of().check({"buyer": np.array([[3, least]])})
 
 
-def test_on_devices_they_are_counted_and_the_counts_are_refused():
-    ids = {"buyer": jnp.array([300, 5, 7, 3]), "seller": jnp.array([2**31 - 1, -1, 7, 5])}
-    wanted = {"asked": 3, "overflow": 1, "invalid": 2}
-    short = {"embeddings/user/overflow": np.array([0, 1])}
-    for overflow, errors in (("error", 3), ("drop", 2)):
-        emb = emb_of(capacity=2, overflow=overflow)
-        metrics = emb.metrics(emb.exchange_ids(ids))
-        assert {k: int(v) for k, v in metrics.items()} == {
-            f"embeddings/user/{k}": v for k, v in wanted.items()
-        }
-        assert int(emb.num_errors({"loss": 9, **metrics})) == errors
-        with pytest.raises(ValueError, match="2 ids of feature 'buyer', feature 'seller'"):
-            emb.refuse({"loss": 1.0, **metrics})
-    emb.refuse({"loss": 1.0, **short})
-    with pytest.raises(ValueError, match=r"1 distinct ids of table 'user'.* is 2 for"):
-        emb_of(capacity=2).refuse(short)
-
-
 def test_a_capacity_that_does_not_suffice_is_refused_on_the_host():
     emb = emb_of("shard", capacity=2).over(2)
     # Of 12 rows in two parts each owner has three of every six.

@@ -71,7 +71,13 @@ SHAPES: dict[Any, dict[str, tuple[int, ...]]] = {
 
 
 OPTIONS: dict[str, list[Any]] = {
-    "blocks": [[dense, plain, gated], [gated, plain, dense, dense], [by_place] * 2, [dense] * 5],
+    "blocks": [
+        [dense, plain, gated],
+        [gated, plain, dense, dense],
+        [by_place] * 2,
+        [dense] * 5,
+        [plain] * 6,
+    ],
     "replicas": [2, 1, 2],
     "stages": [2, 4, 2, 1],
     "in_parts": [False, True],
@@ -113,8 +119,9 @@ def batches(case):
     examples = 16 * case.accumulate * case.sizes["replica"]
     for seed in range(STEPS):
         drawn = np.random.default_rng(seed).integers(0, 8, (3, examples)).astype(np.int32)
-        # Of parts of equal weight: a mean over parts is then one over examples.
-        mask = (np.arange(examples) % 4 < 2).astype(np.float32) * 2
+        # The loss is the quotient of the whole batch, whatever its parts weigh.
+        mask = (np.random.default_rng(seed).random(examples) < 0.4).astype(np.float32)
+        mask[::16] = 1
         # Those of all examples.
         shared = {"scale": 1 + seed / 8, "shift": np.full((1, WIDTH), seed / 8, np.float32)}
         # Of these forward passes alone read `places`.
@@ -131,7 +138,8 @@ def trained(case, loss_fn, params, mesh, counted=None):
         "average": js.local_sgd("replica", sync_every=2, inner_state="average"),
         "gradients": None,
     }[case.sync]
-    gradients = js.all_reduce_gradients("replica") if sync is None else None
+    axes = tuple(name for name in ("replica", "fsdp") if name in mesh.shape)
+    gradients = js.all_reduce_gradients(axes) if sync is None else None
     optimizer = per_leaf(params)[case.optimizer]
     if case.clips:
         optimizer = js.chain(js.clip_by_global_norm(0.5, counted=counted), optimizer)
@@ -163,7 +171,9 @@ def check(case):
     chunks = 2 if case.kind in TWO_CHUNKS else None
     schedule = js.schedules.by_name(case.kind, sizes["stage"], 4, chunks)
     mesh = js.make_mesh(sizes)
-    specs = [{n: spec_of(x) for n, x in own.items()} for own in params] if "fsdp" in sizes else None
+    specs = None  # where the step averages over "fsdp", too, parameters are whole
+    if "fsdp" in sizes and case.sync != "gradients":
+        specs = [{n: spec_of(x) for n, x in own.items()} for own in params]
     pipe = js.pipelined(
         model,
         params,
@@ -171,7 +181,7 @@ def check(case):
         mesh=mesh,
         executor=case.executor,
         remat=case.remat,
-        data_axes=("fsdp",) if specs else (),
+        data_axes=("fsdp",) if "fsdp" in sizes else (),
         param_specs=specs,
     )
     once = None

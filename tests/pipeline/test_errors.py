@@ -98,9 +98,10 @@ def called(batch, stacked=None, **options):
     return jax.eval_shape(lambda stacked: made(stacked, batch, **options), stacked)
 
 
-def stepped(params):
+def stepped(params=PARAMS, optimizer=None):
     made = pipe((("replica", 2), ("stage", 2)))
-    js.make_train_step(made, optax.sgd(0.1), sync="none", mesh=made.mesh).init(params)
+    tx = optimizer or optax.sgd(0.1)
+    js.make_train_step(made, tx, sync="none", mesh=made.mesh).init(params)
 
 
 def searching():
@@ -147,6 +148,11 @@ CALLS = {
     ),
     "integers that a step would train": Refusal(
         lambda: stepped(with_leaf("count", np.int32(1))), "0/count", "int32"
+    ),
+    "norms over stages": Refusal(
+        lambda: stepped(optimizer=optax.clip_by_global_norm(1.0)),
+        "`optimizer`",
+        "js.clip_by_global_norm",
     ),
     "a line search on the host": Refusal(searching, "`value_fn`", "`executor`"),
 }

@@ -122,14 +122,6 @@ def test_a_step_leaves_no_further_arrays_alive(executor: str) -> None:
     assert counts[-4:] == counts[-8:-4]
 
 
-def test_the_report_counts_what_each_kind_of_step_sends(executor: str) -> None:
-    step = step_with_slowmo(executor)
-    report = js.comm_report(step, step.init(PARAMS), tokens(16))
-    assert report.count(axis="replica", kind="local") == 0
-    assert report.count(axis="replica", kind="slow", collective="reduce-scatter") == 1
-    assert report.count(axis="replica", kind="slow", collective="all-gather") == 1
-
-
 def test_steps_of_layers_with_keys_and_state_are_compiled_without_running() -> None:
     """A layer that runs would count; batches are arrays, and then types."""
     ran = []

@@ -82,7 +82,6 @@ SPARSE = sparse.BCOO.fromdense(X, nse=16)
 REFUSED = {
     "sparse": ({"x": SPARSE, "y": Y}, "'x' is a BCOO"),
     "sparse, a row an example": ({"x": sparse.BCOO.fromdense(X, n_batch=1), "y": Y}, "'x' is a BC"),
-    "compressed": ((sparse.BCSR.fromdense(X, nse=16),), "'0' is a BCSR"),
     "a shape beside": ({"x": Padded(X, X.shape), "y": Y}, "'x' is a Padded"),
     "leaves of other sizes": ({"x": Examples(X, np.tile(Y, 2)), "y": Y}, "'x' is a Examples"),
     "text": ({"deep": {"leaf": np.array(["a"] * ROWS)}, "x": X}, "'deep/leaf' of dtype <U1"),

@@ -89,23 +89,6 @@ def test_they_train_as_on_a_device_each(algorithm, door, mode, count, compilatio
     assert_close(step.consensus(state), consensus)
 
 
-def test_several_axes():
-    """Devices are along the outermost axis, whatever it is for."""
-    axes, axis_name, found = {"pod": 2, "replica": 4}, ("replica", "pod"), []
-    for devices in None, jax.devices()[2:4]:
-        mesh = js.virtual_mesh(axes, devices)
-        sync = js.slowmo(axis_name, base=js.local_sgd(axis_name, sync_every=2), sync_every=4)
-        step = js.make_train_step(loss_fn, OPTIMIZER, sync=sync, mesh=mesh, axis_name=axis_name)
-        state = step.init(PARAMS)
-        for batch in BATCHES[:6]:
-            state, metrics = step(state, batch)
-        used = set(jax.devices()[:1] if devices is None else devices)
-        assert {x.sharding.device_set == used for x in jax.tree.leaves(state)} == {True}
-        assert js.check_in_sync(state.step, mesh=mesh, axis_name=axis_name).num_leaves == 1
-        found.append((state.params, metrics, step.consensus(state)))
-    assert_close(*found)
-
-
 def test_traced_for_a_device_each():
     """Whatever the devices are, so that reports say what replicas would send."""
     found = []

@@ -2,7 +2,6 @@
 
 import jax
 import optax
-import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -42,21 +41,6 @@ def test_moments_lie_as_the_parameters_and_nothing_is_gathered(mesh_of):
     lies = jax.tree.leaves(update.output_shardings[0])
     for x, spec in zip(lies, pipe.layout.specs.values(), strict=True):
         assert x.is_equivalent_to(NamedSharding(x.mesh, spec), len(spec))
-
-
-def test_what_mixes_is_refused_when_the_step_is_made(mesh_of):
-    """With what to use instead."""
-    pipe = pipeline(mesh_of({"stage": 2}))
-    for tx, instead in {
-        optax.clip_by_global_norm(1.0): "js.clip_by_global_norm",
-        optax.clip_by_global_norm(2.0): "'0/table'",
-        optax.apply_if_finite(optax.sgd(0.1), 3): "optax.apply_if_finite use js.dynamic_loss_scale",
-        optax.chain(optax.flatten(optax.adam(0.1))): "computed from",
-        optax.stateless(lambda updates, params: updates["no layers"]): "TypeError",
-    }.items():
-        with pytest.raises(ValueError, match=r"`optimizer`.*other stages") as refused:
-            js.make_train_step(pipe, tx, mesh=pipe.mesh, axis_name=(), sync="none")
-        assert instead in str(refused.value)
 
 
 def scored(params, x):

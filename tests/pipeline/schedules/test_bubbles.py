@@ -5,7 +5,6 @@ import json
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.schedules import Operation
 from pipeline.schedules.replay import all_once, replayed
 from support.golden_peers import FOLDER
 
@@ -97,13 +96,6 @@ def test_placement_and_forward_only_are_read_off_the_rows():
     for made in (js.schedules.zbv(2, 3), js.schedules.gpipe(2, 2, forward_only=True)):
         assert js.schedules.from_table(made.orders(), name=made.name) == made
     assert js.schedules.zbv(2, 3).placement == (0, 1, 1, 0)
-
-
-def test_an_overlap_shares_a_tick_where_it_can():
-    rows = ["0F0,0F1,,(0F2;0B0)OVERLAP_F_B,0B1,,0B2", ",1F0,1B0,1F1,1B1,1F2,1B2"]
-    schedule = js.schedules.from_table(rows)
-    assert schedule.orders() == rows
-    assert schedule.ticks()[3][0] == (Operation("F", 0, 0, 2), Operation("BW", 0, 0, 0))
 
 
 def test_an_overlap_whose_halves_wait_for_each_other_is_two_ticks():

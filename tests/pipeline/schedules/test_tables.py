@@ -93,12 +93,6 @@ def test_a_table_runs_as_its_replay_does(schedule, data, send):
             assert at[other] < at[op] or other.stage == op.stage
 
 
-def test_a_time_may_be_given_per_device():
-    schedule = js.schedules.zbv(2, 3)
-    of_chunks = schedule.simulate(forward=[1, 2, 2, 1], send=0.5)
-    assert schedule.simulate(forward=[2, 4], send=0.5) == of_chunks
-
-
 def times(*costs):
     return dict(zip(("forward", "backward_input", "backward_weight"), costs, strict=True))
 

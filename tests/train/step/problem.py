@@ -29,15 +29,19 @@ def loss(params, batch):
 KINDS = MESHES
 
 
-def slow_over_local(**options):
-    base = js.local_sgd("replica", sync_every=2, **options)
-    return js.slowmo("replica", base=base, sync_every=4, learning_rate=RATE, **options)
-
-
 def train(step, state, batches=BATCHES[:4]):
     for batch in batches:
         state, metrics = step(state, batch)
     return state, metrics
+
+
+def trained(optimizer, fn=loss, batches=BATCHES[:4], weight=None, **options):
+    """Return the state of a new step after these batches, all with one weight."""
+    step = js.make_train_step(fn, optimizer, **options)
+    state = step.init(PARAMS)
+    for batch in batches:
+        state, _ = step(state, batch, weight)
+    return state
 
 
 def assert_close(found, expected, atol=2e-6):

@@ -12,20 +12,6 @@ from support.meshes import MESHES
 PARAMS = {"w": np.ones(64, np.float32)}
 AVERAGE = js.local_sgd("replica")
 BATCH = np.ones((8, 1), np.float32)
-RAW = {"key": np.array([7, 0], np.uint32), "count": jnp.uint32(0), "ids": jnp.arange(2)}
-
-
-def loss(params, batch, *, model_state):
-    """Draws as nnx does: from a key and how often it was used."""
-    key = jax.random.fold_in(model_state["key"], model_state["count"])
-    mask = jax.random.bernoulli(key, 0.5, params["w"].shape)
-    after = {**model_state, "count": model_state["count"] + 1}
-    # Which units this device has kept, as one number of 24 bits.
-    kept = jnp.sum(jnp.where(mask[:24], 2.0 ** np.arange(24), 0.0))
-    return jnp.mean(mask.astype(params["w"].dtype) * params["w"]) * batch.mean(), (
-        {"kept": kept},
-        after,
-    )
 
 
 def step_of(fn, mesh, sync=AVERAGE, **options):
@@ -94,5 +80,5 @@ def test_keys_without_a_type_are_told_of_every_generator(impl):
         for _ in range(2):
             state, metrics = step(state, BATCH)
             assert len(np.unique(metrics["noise"])) == len(np.unique(metrics["own"])) == 4
-    one = step_of(loss, js.virtual_mesh({"replica": 1}), "none")
-    one.init(PARAMS, model_state=RAW)  # warnings are errors
+    step = step_of(draws, js.virtual_mesh({"replica": 1}), "none")
+    step.init(PARAMS, model_state={"key": raw})  # warnings are errors

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from train.step.problem import BATCHES, KINDS, PARAMS, assert_close, loss, slow_over_local, train
+from train.step.problem import BATCHES, KINDS, PARAMS, assert_close, loss, train
 
 VIRTUAL = js.virtual_mesh({"replica": 2})
 
@@ -79,7 +79,8 @@ def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compila
         traces.append(None)
         return loss({**params, "b": jnp.zeros(3)}, batch)
 
-    sync = slow_over_local()
+    base = js.local_sgd("replica", sync_every=2)
+    sync = js.slowmo("replica", base=base, sync_every=4)
     step = js.make_train_step(counted, optax.adam(0.1), sync=sync, mesh=mesh, mode=mode)
     state, programs = step.init(params), 3 if mode == "host" else 1
     arguments = state, BATCHES[0]
@@ -101,12 +102,8 @@ def test_nothing_compiles_after_the_first_step_of_each_phase(case, mode, compila
 
 def test_a_run_reads_the_counter_once():
     """Those of later states follow from it; of a state that comes from elsewhere it is read."""
-    step, phases = step_of(mode="host", donate=False), []
-    state = step.init(PARAMS)
-    for batch in BATCHES:
-        phases.append(step.next_phase(state))
-        state, _ = step(state, batch)
-    assert phases == 2 * [(), (), ("average",)]
+    step = step_of(mode="host", donate=False)
+    state, _ = train(step, step.init(PARAMS), BATCHES)
     reads, real = [], type(state.step).__array__
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

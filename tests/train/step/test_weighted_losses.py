@@ -66,14 +66,9 @@ def test_what_is_no_pair_of_scalars_is_refused():
     step = tables.step_of(1, loss_fn=pair, gradients=js.all_reduce_gradients("replica"))
     with pytest.raises(ValueError, match="`loss_fn` with `embeddings`"):
         step(step.init(tables.DENSE), tables.batches(1)[0])
-    for wrong in (
-        lambda p, b: (terms(p, b)[0], b["mask"]),
-        lambda p, b: ((1.0, 2.0, 3.0), {}),
-        lambda p, b: (jnp.int32(1), terms(p, b)[1]),
-    ):
-        step = reducing(wrong)
-        with pytest.raises(ValueError, match="`loss_fn`"):
-            step(step.init(PARAMS), batch_of(8))
+    step = reducing(lambda p, b: (terms(p, b)[0], b["mask"]))
+    with pytest.raises(ValueError, match="`loss_fn`"):
+        step(step.init(PARAMS), batch_of(8))
 
 
 def with_accuracy(params, batch):

@@ -8,11 +8,9 @@ import pytest
 
 import jaxslowmo as js
 from support.promotion import promoting
+from train.step.problem import BATCHES, PARAMS, loss, trained
 
-RNG = np.random.default_rng(0)
-PARAMS = {"b": RNG.normal(size=3), "w": RNG.normal(size=(5, 3), scale=0.5)}
-PARAMS = jax.tree.map(np.float32, PARAMS)
-BATCHES = RNG.normal(size=(4, 16, 5)).astype(np.float32)
+BATCHES = BATCHES[:4, :16]
 KINDS = {"devices": js.make_mesh, "virtual": js.virtual_mesh}
 PLATEAU = optax.chain(
     optax.sgd(0.1),
@@ -23,10 +21,6 @@ BACKTRACKING = optax.chain(
 )
 polyak, average = optax.polyak_sgd(), js.all_reduce_gradients("replica")
 local = js.local_sgd("replica", sync_every=99)
-
-
-def loss(params, batch):
-    return jnp.mean((jnp.tanh(batch @ params["w"] + params["b"][None]) - 0.5) ** 2)
 
 
 def noisy(params, batch):
@@ -55,14 +49,6 @@ def by_hand(optimizer, batches, fn=noisy, parts=1):
     return params, state
 
 
-def trained(optimizer, mesh, fn=noisy, batches=BATCHES, weight=None, **options):
-    step = js.make_train_step(fn, optimizer, mesh=mesh, **options)
-    state = step.init(PARAMS)
-    for batch in batches:
-        state, _ = step(state, batch, weight)
-    return state
-
-
 def all_gathered(axis):
     """Averages as the types do not tell: gathered values differ for all they know."""
 
@@ -88,7 +74,8 @@ CASES = {
 def test_the_loss_is_averaged_as_gradients_are(name):
     """Parameters and optimizer states are those of runs of one replica by hand."""
     kind, axes, optimizer, options = CASES[name]
-    state = trained(**{"optimizer": optimizer, "mesh": KINDS[kind](axes), **options})
+    given = {"optimizer": optimizer, "fn": noisy, "batches": BATCHES, **options}
+    state = trained(mesh=KINDS[kind](axes), **given)
     parts = options.get("accumulate", 1) if name == "search" else 1
     for replica in range(axes["replica"]):
         batches = (

@@ -40,10 +40,6 @@ def local_step():
 def nothing_is_left_to_be_refused():
     """Ask for errors that a test has left, which the next one of the same step would meet."""
     yield
-    forget()
-
-
-def forget():
     while True:
         with contextlib.suppress(ValueError):
             local_step().refuse_ids()

@@ -1,7 +1,8 @@
 """Updates against loops written by hand with optax, whatever a step is made of.
 
-Each run draws a value of every option: who averages, windows, microbatches, weights, losses that
-are pairs `(sum, weight)`, clipping, loss scales, model state, devices inside of a replica.
+Each run draws a value of every option: who averages, windows, microbatches, weights, clipping, loss
+scales, model state, devices inside of a replica, and losses that are pairs `(sum, weight)`, average
+themselves over all replicas, or hold loops, branches and kernels.
 `by_hand` shares no code with the step. Two leaves of each batch are those of all examples: a Python
 number, and an array of one row.
 """
@@ -14,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -42,7 +45,7 @@ OPTIMIZERS = {
 OPTIONS = {
     "kind": [
         *("auto", "explicit", "virtual", "auto inner", "virtual two", "auto fsdp", "auto two"),
-        "virtual inner",
+        *("virtual inner", "auto one"),
     ],
     "reduce": ["none", "initial", "active"],
     "clip": ["none", "gradients", "optimizer"],
@@ -53,33 +56,67 @@ OPTIONS = {
     "window": [0, 1, 2],  # batches before the last one of an update
     "apply": [False, True],
     "weighted": [False, True],
-    "pairs": [False, True],
+    "loss": ["mean", "pairs", "pmean", "psum", "scan", "branch", "pallas"],
     "mode": ["traced", "host"],
     "chain": [False, True],
     "model_state": ["sync_mean", "broadcast", "local"],
 }
-RUNS = 8
+RUNS = 9
+OVER_ALL = "pmean", "psum"  # losses that average themselves
 # Axes inside of a replica, by the last word of a kind.
 INSIDE = {"inner": {"device": 2}, "two": {"a": 2, "b": 2}, "fsdp": {"fsdp": 2}}
-SPECS = {"b": (), "w": ("fsdp",)}
+INSIDE["one"] = {"one": 1}  # as if it were not there
 
 
 def possible(run):
     """Return the run, without what cannot stand beside the rest."""
     if run["sync"] == run["reduce"] == "none":  # replicas apart exchange no model state
         run["model_state"] = "local"
+    if run["loss"] in OVER_ALL:  # which knows of no weights, and of no overflow elsewhere
+        run["weighted"] = run["scaled"] = False
     return run
 
 
-def fn(params, batch, *, model_state, pairs=False):
+@jax.custom_jvp
+def doubled(x):
+    def kernel(x_ref, y_ref):
+        y_ref[...] = x_ref[...] * 2
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x)
+
+
+doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]))
+
+
+def reduced(kind, values, mask, axes):
+    """The loss of these examples; over `axes` a loss that averages itself does so."""
+    total, count = values.sum(), jnp.float32(len(values))
+    if kind == "pairs":
+        return jnp.sum(values * mask), jnp.sum(mask)
+    if kind == "pmean" and axes:
+        return lax.pmean(values.mean(), axes)
+    if kind == "psum" and axes:
+        total, count = lax.psum((total, count), axes)
+    if kind == "scan":  # from numbers
+        add = lambda carry, x: ((carry[0] + x, carry[1] + 1), None)  # noqa: E731
+        total, count = lax.scan(add, (0.0, 0), values)[0]
+    if kind == "branch":  # of which one is constant
+        is_nan = jnp.isnan(values[0])
+        return lax.cond(is_nan, lambda: jnp.float32(1.0), lambda: values.mean())
+    if kind == "pallas":
+        return doubled(values).mean() / 2
+    return total / count
+
+
+def fn(params, batch, *, model_state, kind="mean", axes=()):
     """Use no statistics, so gradients are by example; an infinite factor is an overflow."""
     (x, factor, mask), (gate, strength) = batch
     assert (gate.shape, jnp.shape(strength)) == ((1, 8), ())
     hidden = jnp.tanh((x * gate) @ params["w"] + params["b"][None])
     values = jnp.sum(hidden**2, axis=1) * factor * strength
     new = {"m": 0.5 * model_state["m"] + x.mean(0), "n": model_state["n"] + 1}
-    loss = (jnp.sum(values * mask), jnp.sum(mask)) if pairs else values.mean()
-    return loss, ({}, new)
+    return reduced(kind, values, mask, axes), ({}, new)
 
 
 def given(run):
@@ -125,7 +162,8 @@ def made(run):
     if run["reduce"] == run["sync"] == "none":
         options["sync"] = "none"
     axes = {"replica": REPLICAS} | inner
-    loss = functools.partial(fn, pairs=run["pairs"])
+    over = ("replica", *(n for n in inner if n != "fsdp" and run["reduce"] != "none"))
+    loss = functools.partial(fn, kind=run["loss"], axes=over)
     return js.make_train_step(loss, mesh=KINDS[kind](axes), **options)
 
 
@@ -140,8 +178,8 @@ def by_hand(run):
     stats, scales = [np.zeros(8, np.float32)] * REPLICAS, [SCALE] * REPLICAS
 
     def quotient(params, batch):
-        loss, _ = fn(params, batch, model_state={"m": 0, "n": 0}, pairs=run["pairs"])
-        return loss[0] / loss[1] if run["pairs"] else loss
+        loss, _ = fn(params, batch, model_state={"m": 0, "n": 0}, kind=run["loss"])
+        return loss[0] / loss[1] if run["loss"] == "pairs" else loss
 
     value_and_grad = jax.jit(jax.value_and_grad(quotient))
     devices = {"inner": 2, "two": 4}.get(run["kind"].split()[-1], 1)
@@ -157,7 +195,7 @@ def by_hand(run):
                 weight = weight_of(run, t - 1, i)
                 w = 1.0 if weight is None else weight[r]
                 own = [np.split(x, REPLICAS)[r] for x in split]
-                term = own[2].sum() * (w > 0) if run["pairs"] else w
+                term = own[2].sum() * (w > 0) if run["loss"] == "pairs" else w
                 last = 0.0
                 if w:
                     last, g = value_and_grad(params[r], (own, shared))
@@ -177,6 +215,9 @@ def by_hand(run):
             is_whole = run["window"] and run["apply"]
             told.append((values[-1], of_losses) if is_whole else (float(last), term))
         shares, of_replicas = (np.array(x) / sum(x) for x in (weights, terms))
+        if run["loss"] in OVER_ALL:
+            values = [np.mean(values)] * REPLICAS
+            told = [(np.mean([value for value, _ in told]), term) for _, term in told]
         if averages:
             factor = np.mean(np.array(weights) > 0) if run["reduce"] == "initial" else 1.0
             mean = mean_of(of_replicas, grads)
@@ -213,11 +254,10 @@ CASES = sweep(itertools.product(range(3, 7), range(RUNS)), lambda seed, _: seed 
 def test_updates_are_those_of_a_loop_by_hand(seed, number):
     run = possible(covering(OPTIONS, RUNS, seed)[number])
     step, wanted = made(run), by_hand(run)
-    params, is_split = PARAMS, run["kind"].endswith("fsdp")
+    params, axis = PARAMS, run["kind"].split()[-1]
+    is_split = axis in ("fsdp", "one")
     if is_split:  # inside of a replica, by the compiler
-        params = jax.device_put(
-            params, {k: NamedSharding(step.mesh, P(*s)) for k, s in SPECS.items()}
-        )
+        params = PARAMS | {"w": jax.device_put(PARAMS["w"], NamedSharding(step.mesh, P(axis)))}
     state = step.init(params, model_state={"m": np.zeros(8, np.float32), "n": np.int32(0)})
     for t, batches in enumerate(given(run)):
         *first, last = batches
@@ -226,6 +266,7 @@ def test_updates_are_those_of_a_loop_by_hand(seed, number):
         window = None
         for i, batch in enumerate(first):
             window, _ = step.collect(state, batch, weight_of(run, t, i), window=window)
+        value = step.evaluate(state, batches[-1], weight_of(run, t, len(batches) - 1))["loss"]
         if last is None:
             state, metrics = step.apply(state, window)
         else:
@@ -237,11 +278,13 @@ def test_updates_are_those_of_a_loop_by_hand(seed, number):
         for name in PARAMS:
             np.testing.assert_allclose(state.params[name], [p[name] for p in params], **close)
         if is_split:
-            wanted_place = NamedSharding(step.mesh, P("replica", "fsdp"))
+            wanted_place = NamedSharding(step.mesh, P("replica", axis))
             assert state.params["w"].sharding.is_equivalent_to(wanted_place, 3)
         np.testing.assert_allclose(state.model_state["m"], stats, **close)
         np.testing.assert_allclose(metrics["loss"], told, **close)
-        if run["pairs"]:
+        if run["loss"] == "pairs":
             np.testing.assert_allclose(metrics["loss_weight"], terms, **close)
+        if last is not None:
+            np.testing.assert_allclose(value, told, **close)
         if run["scaled"]:
             np.testing.assert_array_equal(metrics["loss_scale"], scales, where)
