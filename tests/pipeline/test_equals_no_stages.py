@@ -140,7 +140,7 @@ def trained(case, loss_fn, params, mesh, counted=None):
     }[case.sync]
     axes = tuple(name for name in ("replica", "fsdp") if name in mesh.shape)
     gradients = js.all_reduce_gradients(axes) if sync is None else None
-    optimizer = per_leaf(params)[case.optimizer]
+    optimizer = per_leaf()[case.optimizer]
     if case.clips:
         optimizer = js.chain(js.clip_by_global_norm(0.5, counted=counted), optimizer)
     step = js.make_train_step(
