@@ -58,8 +58,7 @@ def test_position_and_state_go_on_together():
     assert_same(losses_of(pipeline), plain(tuple(range(3, 9))))
 
 
-def test_stages_of_a_step_and_any_function_as_a_step():
-    """A weight stays beside its batch; a function takes any state, and more than arrays."""
+def test_a_weight_stays_beside_its_batch_in_stages():
     step, weight = small_step(), np.float32([2, 1])
     weighted = [js.train.WeightedBatch(batch, weight) for batch in BATCHES]
     state, wanted = start(step), []
@@ -68,16 +67,6 @@ def test_stages_of_a_step_and_any_function_as_a_step():
         wanted.append(np.asarray(metrics["loss"]))
     stages = [jax.jit(lambda batch: batch * 2), jax.jit(lambda batch: batch + 1)]
     assert_same(losses_of(js.TrainPipeline(step, start(step), weighted, stages=stages)), wanted)
-
-    def own(state, batch):
-        return {"sum": state["sum"] + batch["x"].sum()}, (batch["name"], type(batch["x"]))
-
-    batches = [{"x": b, "name": str(i)} for i, b in enumerate(BATCHES)]
-    pipeline = js.TrainPipeline(own, {"sum": 0.0}, batches)
-    names = [r.metrics for r in pipeline]
-    assert [name for name, _ in names] == [str(i) for i in range(9)]
-    assert all(issubclass(kind, jax.Array) for _, kind in names)
-    np.testing.assert_allclose(pipeline.state["sum"], BATCHES.sum(), rtol=1e-5)
 
 
 def test_the_thread_ends_with_its_pipeline_and_with_the_block():

@@ -125,7 +125,7 @@ def drawing(params, batch, *, rng, model_state):
 def test_an_evaluation_draws_as_the_next_update_and_changes_nothing():
     """It sees the model state that training would see."""
     sync = js.local_sgd("replica", sync_every=9)
-    options = {"sync": sync, "mesh": VIRTUAL, "model_state": "broadcast"}
+    options = {"sync": sync, "mesh": js.make_mesh({"replica": 2}), "model_state": "broadcast"}
     step = js.make_train_step(drawing, optax.adam(0.1), **options)
     state, _ = step(step.init(PARAMS, model_state={"count": jnp.zeros(())}), BATCHES[0])
     state = state._replace(model_state={"count": jnp.arange(2.0)})
