@@ -22,13 +22,6 @@ def test_an_id_of_the_host_that_is_in_no_table_is_named_with_its_place():
         emb.check({"item": np.array([0, 1, 1])})
 
 
-def test_several_features_share_a_table_and_a_capacity_is_of_all_or_of_those_that_are_named():
-    emb = emb_of(capacity={"item": 1})
-    assert emb.features == {"buyer": "user", "seller": "user", "item": "item"}
-    assert emb.capacity == {"user": None, "item": 1}
-    assert emb_of(capacity=3).capacity == {"user": 3, "item": 3}
-
-
 def test_padding_that_devices_would_take_for_an_id_is_refused():
     """As what NumPy makes of NaN: of its 64 bits jax keeps the last 32, which are a 0."""
     emb_of().check({"buyer": np.array([[3, -(2**31)]])})

@@ -192,9 +192,11 @@ def check(case):
     known, expected = trained(case, model, params, alone, counted=once)
     assert_close(metrics, expected)
     assert_close(pipe.layout.unstack_like(found.params), known.params)
-    # Where a stage has fewer leaves than another, zeros stay zeros.
-    for name, held in pipe.layout.stack(jax.tree.map(np.ones_like, params)).items():
-        assert not np.asarray(found.params[name])[:, np.asarray(held) == 0].any()
+    # Where a stage has fewer leaves than another, zeros stay zeros; one stage fills each buffer.
+    for name, x in pipe.layout.stack(jax.tree.map(np.ones_like, params)).items():
+        held = np.asarray(x)
+        assert not np.asarray(found.params[name])[:, held == 0].any()
+        assert held.reshape(sizes["stage"], -1).all(1).any()
 
 
 CASES = sweep(itertools.product(range(4), range(RUNS)), lambda seed, _: seed == 0)
