@@ -269,12 +269,12 @@ factor = 1.0 + rank
 said["error"] = refused(lambda: trained(across, batches=mine))
 print(json.dumps(said))
 """
-# Do the batches of several processes fit together? `test_processes.py` has more of what is said.
+# Do the batches of several processes fit together?
 FIT = """
 said = {}
 
-def run(name, *batches):
-    step = js.make_train_step(loss, sgd, sync=js.local_sgd("replica", sync_every=99), mesh=apart)
+def run(name, *batches, mesh=apart):
+    step = js.make_train_step(loss, sgd, sync=js.local_sgd("replica", sync_every=99), mesh=mesh)
 
     def train():
         state = step.init({"w": np.ones(3, np.float32)})
@@ -293,6 +293,7 @@ def rows(n, seed=rank):
 run("different", rows(4), rows(4, 0), rows(2))
 run("alike", rows(4, 0))
 run("other sizes", rows(4), rows(2 + rank))
+run("same part", rows(4), mesh=model)
 print(json.dumps(said))
 """
 
@@ -406,3 +407,4 @@ def test_what_both_say_of_batches_that_do_not_fit(said):
         (warning,) = told["alike"]
         assert "processes 0, 1 give the same data" in warning
         assert "float32[4,3] on process 0, float32[6,3] on process 1" in told["other sizes"]
+        assert "the same part" in told["same part"]
