@@ -277,7 +277,8 @@ def run(name, *batches, mesh=apart):
     step = js.make_train_step(loss, sgd, sync=js.local_sgd("replica", sync_every=99), mesh=mesh)
 
     def train():
-        state = step.init({"w": np.ones(3, np.float32)})
+        lies = over(mesh, None, "model") if mesh is model else lambda x: x
+        state = step.init({"w": lies(START["w"])})
         for batch in batches:
             state, metrics = step(state, batch)
             jax.block_until_ready(metrics)
