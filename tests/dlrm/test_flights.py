@@ -93,15 +93,3 @@ def test_no_input_knows_how_the_flight_ended(tmp_path, rows):
             np.testing.assert_array_equal(one.ids[name], other.ids[name])
         assert other.late.all()
     assert before.num_rows == after.num_rows
-
-
-def test_the_flights_of_the_package(real_flights):
-    import flights
-
-    assert [len(part.late) for part in real_flights[:3]] == [244_737, 28_618, 53_991]
-    assert real_flights.num_rows["tailnum"] == 3537
-    assert real_flights.train.ids["earlier"].min() == -1
-    scaled = flights.scaled(real_flights)
-    assert np.isfinite(np.concatenate([part.dense for part in scaled[:3]])).all()
-    # Zeros stand for what is unknown; the mean is that of what is known.
-    np.testing.assert_allclose(scaled.train.dense[:, 0].mean(), 0, atol=1e-3)

@@ -6,7 +6,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.embedding._bags import bags_of
 
 ROWS = st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=4), max_size=5)
 
@@ -66,16 +65,3 @@ def test_a_length_is_of_all_features_or_of_those_that_are_named():
     assert shapes(max_length={"b": 1}, truncate=True) == [(3, 2), (3, 1)]
     with pytest.raises(ValueError, match=r"`max_length` names 'c', but the features are 'a', 'b'"):
         shapes(max_length={"a": 2, "c": 5})
-
-
-def test_arrays_of_other_libraries_are_numpys():
-    """Such as torch's, whose dtypes numpy does not know."""
-
-    class Tensor:
-        dtype = "torch.int64"
-
-        def __array__(self, dtype=None, copy=None):
-            return np.array([[3, -1]])
-
-    found = bags_of({"a": Tensor(), "b": js.embedding.Bags(Tensor())}, ("a", "b"), None)
-    assert [bags.ids.tolist() for bags in found.values()] == [[[3, -1]], [[3, -1]]]

@@ -22,37 +22,12 @@ def test_an_id_of_the_host_that_is_in_no_table_is_named_with_its_place():
         emb.check({"item": np.array([0, 1, 1])})
 
 
-def test_several_features_share_a_table_and_a_capacity_is_of_all_or_of_those_that_are_named():
-    emb = emb_of(capacity={"item": 1})
-    assert emb.features == {"buyer": "user", "seller": "user", "item": "item"}
-    assert emb.capacity == {"user": None, "item": 1}
-    assert emb_of(capacity=3).capacity == {"user": 3, "item": 3}
-
-
 def test_padding_that_devices_would_take_for_an_id_is_refused():
     """As what NumPy makes of NaN: of its 64 bits jax keeps the last 32, which are a 0."""
     emb_of().check({"buyer": np.array([[3, -(2**31)]])})
     for least in (-(2**31) - 1, np.iinfo(np.int64).min):
         with pytest.raises(ValueError, match=f"'buyer'.*{least}"):
             emb_of().check({"buyer": np.array([[3, least]])})
-
-
-def test_on_devices_they_are_counted_and_the_counts_are_refused():
-    ids = {"buyer": jnp.array([300, 5, 7, 3]), "seller": jnp.array([2**31 - 1, -1, 7, 5])}
-    wanted = {"asked": 3, "overflow": 1, "invalid": 2}
-    short = {"embeddings/user/overflow": np.array([0, 1])}
-    for overflow, errors in (("error", 3), ("drop", 2)):
-        emb = emb_of(capacity=2, overflow=overflow)
-        metrics = emb.metrics(emb.exchange_ids(ids))
-        assert {k: int(v) for k, v in metrics.items()} == {
-            f"embeddings/user/{k}": v for k, v in wanted.items()
-        }
-        assert int(emb.num_errors({"loss": 9, **metrics})) == errors
-        with pytest.raises(ValueError, match="2 ids of feature 'buyer', feature 'seller'"):
-            emb.refuse({"loss": 1.0, **metrics})
-    emb.refuse({"loss": 1.0, **short})
-    with pytest.raises(ValueError, match=r"1 distinct ids of table 'user'.* is 2 for"):
-        emb_of(capacity=2).refuse(short)
 
 
 def test_a_capacity_that_does_not_suffice_is_refused_on_the_host():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from embedding.shared import embeddings_of_all_kinds, update_of
+from embedding.shared import update_of
 from support.reports import rows as rows_of
 
 DEVICES, LENGTH = 4, 3
@@ -56,21 +56,6 @@ def test_columns_gather_ids_and_add_up_squares():
     assert rows_of(report(tables), "every", "shard") == {vectors, gathered, squares}
     sgd = report(tables, optimizer=js.rowwise_sgd(0.1))
     assert rows_of(sgd, "every", "shard") == {vectors, gathered}
-
-
-def test_one_device_sends_nothing():
-    assert not report(embeddings_of_all_kinds().tables, 1).rows
-
-
-def test_specs_of_requests_are_those_of_what_an_exchange_returns():
-    """Requests of columns are equal on all devices, all else is split over them."""
-    emb = embeddings_of_all_kinds().over(DEVICES)
-    bags = dict.fromkeys(("t0", "t1"), jax.ShapeDtypeStruct((16, LENGTH), jnp.int32))
-    specs = emb.request_specs(bags)
-    assert specs.asked == {"t0": P("shard"), "t1": P()}
-    mesh = js.make_mesh({"shard": DEVICES}, devices=jax.devices()[:DEVICES])
-    exchange = jax.shard_map(emb.exchange_ids, mesh=mesh, in_specs=P("shard"), out_specs=specs)
-    assert jax.eval_shape(exchange, bags).asked["t1"].shape == (DEVICES, IDS)
 
 
 CAPACITY = {"rows": 2, "columns": 3, "first": 1, "second": 4}

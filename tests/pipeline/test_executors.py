@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.checkpoint import Checkpoints, export_consensus, load_consensus
+from jaxslowmo.checkpoint import export_consensus, load_consensus
 from support.layered import assert_close, language_model, tokens
 
 ONE_F_ONE_B = js.schedules.one_f_one_b(2, 2)
@@ -49,35 +49,6 @@ def step_with_slowmo(executor: str) -> Any:
 @pytest.fixture(params=["one_program", "host"])
 def executor(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def test_windows_of_batches_become_one_update(executor: str) -> None:
-    def updated(step: Any) -> Any:
-        """Return what a step gives for two windows of batches, and the consensus behind them."""
-        state = step.init(PARAMS)
-        window, first = step.collect(state, tokens(16, seed=1))
-        window, _ = step.collect(state, tokens(16, seed=2), window=window)
-        state, second = step(state, tokens(16, seed=3), window=window)
-        window, _ = step.collect(state, tokens(16, seed=4))
-        state, third = step.apply(state, window)
-        return first, second, third, step.evaluate(state, tokens(16)), step.consensus(state)
-
-    assert_close(updated(step_with_slowmo(executor)), updated(step_with_slowmo("")))
-
-
-BY_LOSS = optax.GradientTransformationExtraArgs(
-    lambda params: (),
-    lambda grads, state, params, *, value, **_: (optax.tree.scale(-0.1 * value, grads), state),
-)
-
-
-def test_the_loss_is_told_as_without_stages() -> None:
-    results = []
-    for loss_fn in (pipeline("one_program"), MODEL):
-        step = step_of(loss_fn, BY_LOSS, sync="none")
-        state, metrics = trained(step)
-        results.append((metrics, step.consensus(state)))
-    assert_close(*results)
 
 
 def test_a_bad_value_of_one_replica_is_left_out() -> None:
@@ -127,20 +98,6 @@ def test_microbatches_may_wait_on_the_host_and_backward_passes_be_split() -> Non
     assert_close(pipe(PARAMS, batch), expected[0])
 
 
-def test_checkpoints_resume_with_either_executor_and_without_stages(tmp_path: Any) -> None:
-    step, batch, results = step_with_slowmo("host"), tokens(16, seed=9), []
-    state, _ = trained(step)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(3, state, wait=True)
-        for other in (step_with_slowmo(one) for one in ("host", "one_program", "")):
-            restored = checkpoints.restore(other, PARAMS)
-            assert restored.is_exact
-            after, metrics = other(restored.state, batch)
-            results.append((metrics, other.consensus(after)))
-    assert_close(results[1], results[0])
-    assert_close(results[2], results[0])
-
-
 def test_an_export_is_of_the_models_own_tree(tmp_path: Any) -> None:
     step = step_with_slowmo("host")
     state, _ = trained(step)
@@ -163,14 +120,6 @@ def test_a_step_leaves_no_further_arrays_alive(executor: str) -> None:
         counts.append(len(jax.live_arrays()))
     jax.block_until_ready(state)
     assert counts[-4:] == counts[-8:-4]
-
-
-def test_the_report_counts_what_each_kind_of_step_sends(executor: str) -> None:
-    step = step_with_slowmo(executor)
-    report = js.comm_report(step, step.init(PARAMS), tokens(16))
-    assert report.count(axis="replica", kind="local") == 0
-    assert report.count(axis="replica", kind="slow", collective="reduce-scatter") == 1
-    assert report.count(axis="replica", kind="slow", collective="all-gather") == 1
 
 
 def test_steps_of_layers_with_keys_and_state_are_compiled_without_running() -> None:

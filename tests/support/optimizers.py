@@ -5,8 +5,6 @@ from typing import Any
 import jax
 import optax
 
-from support.promotion import promoting
-
 # A large epsilon: Adam turns the rounding of a gradient near zero into a whole step.
 _EPS = 1e-2
 
@@ -38,17 +36,12 @@ def _adam(**options: Any) -> optax.GradientTransformation:
     return optax.adamw(0.005, eps=_EPS, weight_decay=0.3, **options)
 
 
-def per_leaf(params: Any) -> dict[str, optax.GradientTransformation]:
-    """Return optimizers whose result for a leaf depends on this leaf; one mask is of `params`."""
+def per_leaf() -> dict[str, optax.GradientTransformation]:
+    """Return optimizers whose result for a leaf depends on this leaf."""
     return {
         "sgd": optax.sgd(0.02, momentum=0.9, nesterov=True),
         "adamw": _adam(),
         "mask_by_name": _adam(mask=is_no_bias),
-        "mask_as_tree": _adam(mask=is_no_bias(params)),
         "partition": optax.partition(_of_kinds(), _kinds),
         "inject_hyperparams": optax.inject_hyperparams(optax.adam)(0.005, eps=_EPS),
-        "multi_steps": promoting(optax.MultiSteps(_adam(), 3).gradient_transformation()),
-        "lamb": optax.lamb(0.005, eps=_EPS),
-        "adafactor": optax.adafactor(0.005, min_dim_size_to_factor=4, eps=1e-3),
-        "schedule_free": optax.contrib.schedule_free_adamw(0.005, eps=_EPS),
     }

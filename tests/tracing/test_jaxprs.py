@@ -1,4 +1,4 @@
-"""Read programs of updates: the axes of their collectives, and those over which results differ."""
+"""Read programs of updates: the axes of their collectives."""
 
 from typing import Any
 
@@ -12,7 +12,6 @@ from jax import lax
 
 import jaxslowmo as js
 from jaxslowmo.tracing import read_update
-from jaxslowmo.tracing._programs import varying_axes
 from jaxslowmo.transform import takes_extra
 from support.promotion import promoting
 
@@ -100,44 +99,3 @@ def test_a_reader_that_fails_is_not_taken_for_a_transform_that_cannot_be_traced(
     monkeypatch.setattr(name, moved)
     with pytest.raises(AttributeError, match=f"no {name}"):
         step.init(WHOLE)
-
-
-R, D = frozenset({"replica"}), frozenset({"device"})
-BOTH = R | D
-
-
-def carried(x, start, turns=3):
-    """Return what a loop carries one place on in every turn."""
-    return lax.fori_loop(0, turns, lambda _, c: (c[0] + 1.0, c[0], c[1]), (x, start, start))
-
-
-# A function of x, which differs over both axes; and the axes over which its results differ.
-DIFFERING = {
-    "sum": (lambda x: lax.psum(x, "replica"), [D]),
-    "all_gather": (lambda x: lax.all_gather(x, "device"), [R]),
-    "in groups": (lambda x: lax.psum(x, "device", axis_index_groups=[[0], [1]]), [BOTH]),
-    "scattered": (lambda x: lax.psum_scatter(lax.psum(x, "device"), "device"), [BOTH]),
-    "index": (lambda x: lax.axis_index("device"), [D]),
-    "jit": (jax.jit(lambda x: (lax.pmax(x, "device"), x)), [R, BOTH]),
-    "branch": (
-        lambda x: lax.cond(lax.axis_index("device") > 0, lambda: 1.0, lambda: 2.0),
-        [D],
-    ),
-    "loop": (lambda x: carried(x, jnp.zeros(2)), [BOTH, BOTH, BOTH]),
-    "scan": (lambda x: lax.scan(lambda c, y: (c + y, c), 0.0, x), [BOTH, BOTH]),
-    "times of a loop": (lambda x: lax.while_loop(lambda c: c < x[0], lambda c: c + 1, 0.0), [BOTH]),
-}
-
-
-@pytest.mark.parametrize("name", DIFFERING)
-def test_between_which_positions_results_differ(name):
-    fn, wanted = DIFFERING[name]
-    seen = []
-
-    def one(x):
-        seen.extend(varying_axes(jax.make_jaxpr(fn)(x), [BOTH]))
-        return x
-
-    mapped = jax.vmap(jax.vmap(one, axis_name="device"), axis_name="replica")
-    jax.eval_shape(mapped, jnp.ones((2, 2, 2)))
-    assert seen == wanted

@@ -57,7 +57,6 @@ def step_of(place, fn=loss_fn):
 
 CUT = {
     "dataclass": lambda: Examples(X, Y, np.float32(2)),  # which all share
-    "in a dataclass": lambda: Examples({"x": X}, (Y, None)),
     "other sizes in a mapping": lambda: FrozenDict(x=X, y=np.tile(Y, 2)),
     "bags": lambda: {"x": X, "ids": js.embedding.bags([[1], [], [2, 3], [4]] * 2, max_length=2)},
     "jagged": lambda: js.embedding.jagged(
@@ -83,10 +82,8 @@ SPARSE = sparse.BCOO.fromdense(X, nse=16)
 REFUSED = {
     "sparse": ({"x": SPARSE, "y": Y}, "'x' is a BCOO"),
     "sparse, a row an example": ({"x": sparse.BCOO.fromdense(X, n_batch=1), "y": Y}, "'x' is a BC"),
-    "compressed": ((sparse.BCSR.fromdense(X, nse=16),), "'0' is a BCSR"),
     "a shape beside": ({"x": Padded(X, X.shape), "y": Y}, "'x' is a Padded"),
     "leaves of other sizes": ({"x": Examples(X, np.tile(Y, 2)), "y": Y}, "'x' is a Examples"),
-    "deep inside": ({"x": Examples({"a": SPARSE}, None), "y": Y}, "'x'"),
     "text": ({"deep": {"leaf": np.array(["a"] * ROWS)}, "x": X}, "'deep/leaf' of dtype <U1"),
     "big-endian": ({"x": X.astype(">f4"), "y": Y}, "'x' of dtype >f4"),
     "dates": ({"deep": {"leaf": np.zeros(ROWS, "datetime64[s]")}}, "'deep/leaf' of dtype datetime"),

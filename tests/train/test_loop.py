@@ -36,18 +36,6 @@ def test_results_and_hooks_come_in_the_order_of_steps():
     ]
 
 
-def test_stopping_early_takes_no_further_batch_and_goes_on_from_the_state():
-    batches = iter(BATCHES)
-    for result in js.train_loop(step, start(step), batches):
-        if result.step == 3:
-            break
-    assert len(list(batches)) == 3
-    assert np.array_equal(result.state.step, [3, 3])
-    again = next(iter(js.train_loop(step, result.state, BATCHES)))
-    assert np.array_equal(again.state.step, [4, 4])
-    assert (again.step, again.phase) == (4, ("average",))
-
-
 def test_num_steps_is_the_number_of_the_last_step():
     batches = iter(BATCHES)
     assert [r.step for r in js.train_loop(step, start(step), batches, num_steps=2)] == [1, 2]

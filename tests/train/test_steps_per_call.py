@@ -135,19 +135,10 @@ def weighted():
     looped(batches=js.train.uneven_batches(shares, mesh=make_step().mesh))
 
 
-def scanned(batches):
-    step = step_of(js.virtual_mesh({"replica": 4}), "traced")
-    step.scan(start(step), batches)
-
-
 REFUSED = {
-    "none": Refusal(lambda: looped(steps_per_call=0), "`steps_per_call`", 0),
     "accumulate": Refusal(lambda: looped(accumulate=2), "`accumulate`", 2),
     "weights": Refusal(weighted, "js.train.WeightedBatch"),
-    "wrapped": Refusal(lambda: looped(js.reports.measured(make_step())), "MeasuredStep"),
     "a pipeline": Refusal(lambda: looped(js.TrainPipeline(make_step(), None, [])), "TrainPipeline"),
-    "no first dimension": Refusal(lambda: scanned({"x": MANY[0]}), "`batches`", "shapes (8, 3)"),
-    "two": Refusal(lambda: scanned({"x": MANY[0], "y": MANY}), "`batches`", "[(8,), (11,)]"),
     "tables": Refusal(with_tables, "`embeddings`"),
 }
 

@@ -39,79 +39,26 @@ def wrapped(layer):
     return layer_with_any
 
 
-def silent(params, x, key=None):
-    """Take a key, and draw nothing."""
-    return dense(params, x)
-
-
 # Which keywords a layer is given.
 
 LAYERS: dict[str, tuple[Callable[..., Any], Any]] = {
     "partial": (functools.partial(lambda a, p, x, *, key=None: noisy(p, x, key=key), 1), None),
-    "key behind others": (lambda params, x, rate=0.5, key=None: noisy(params, x, key=key), None),
     "jit": (jax.jit(noisy), None),
     "wraps in jit": (jax.jit(functools.wraps(noisy)(wrapped(noisy))), None),
-    "said for all": (wrapped(noisy), ("key",)),
     "said for one": (wrapped(noisy), [(), ["key"]]),
-    "said of a bound one": (functools.partial(noisy, key=None), [None, ("key",)]),
 }
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_that_take_a_key_get_it(name):
     layer, takes = LAYERS[name]
-    first = silent if takes == ("key",) else dense
-    model = js.LayeredModel([first, layer], mean, takes=takes)
+    model = js.LayeredModel([dense, layer], mean, takes=takes)
     known = js.LayeredModel([dense, noisy], mean)
     assert model.takes_key
     assert not model.takes_state
     assert model.takes[1] == ("key",)
     for key in (None, jax.random.key(3)):
         assert_close(model(PARAMS, BATCH, rng=key), known(PARAMS, BATCH, rng=key))
-
-
-WITHOUT: dict[str, Callable[..., Any]] = {
-    "named key first": lambda key, state, **kwargs: dense(key, state),
-    "bound": functools.partial(noisy, key=None),
-    "kwargs": wrapped(noisy),
-}
-
-
-@pytest.mark.parametrize("name", WITHOUT)
-def test_layers_that_take_no_key_get_none(name):
-    model = js.LayeredModel([dense, WITHOUT[name]], mean)
-    assert model.takes == ((), ())
-    assert not model.takes_key
-    assert not model.takes_state
-    known = js.LayeredModel([dense, dense], mean)(PARAMS, BATCH)
-    assert_close(model(PARAMS, BATCH, rng=jax.random.key(3)), known)
-
-
-def test_layers_are_called_once_and_their_errors_are_raised_as_they_are():
-    calls = []
-
-    def layer(params, x, **kwargs):
-        calls.append(sorted(kwargs))
-        return dense(params, x, **kwargs)
-
-    js.LayeredModel([layer], mean)(PARAMS[:1], BATCH, rng=jax.random.key(0))
-    model = js.LayeredModel([layer], mean, takes=("key",))
-    with pytest.raises(TypeError, match="keyword argument 'key'"):
-        model(PARAMS[:1], BATCH, rng=jax.random.key(0))
-    assert calls == [[], ["key"]]
-
-
-def test_state_and_key_of_one_layer():
-    def counting(params, x, **kwargs):
-        state = kwargs.pop("state")
-        return noisy(params, x, **kwargs), {"count": state["count"] + 1}
-
-    model = js.LayeredModel([counting], mean, takes={"state", "key"})
-    assert model.takes == (("key", "state"),)
-    states = [{"count": jnp.zeros(())}]
-    loss, (_, after) = model(PARAMS[:1], BATCH, rng=jax.random.key(0), model_state=states)
-    known = js.LayeredModel([noisy], mean)(PARAMS[:1], BATCH, rng=jax.random.key(0))
-    assert_close((loss, after), (known, [{"count": 1.0}]))
 
 
 def test_equal_layers_that_take_different_keywords_are_not_one_run(mesh_of):

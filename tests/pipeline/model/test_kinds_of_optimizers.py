@@ -10,13 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 
 import jaxslowmo as js
 from jaxslowmo.transform import takes_extra
-from jaxslowmo.tree import Staged
 from support.promotion import promoting
 
 SHAPES = {"b": (4,), "head": (3, 3), "w": (5, 3)}
@@ -119,46 +116,6 @@ def test_it_runs_in_its_way_and_equals_itself_without_stages(name):
         check_equal(ALL[name])
 
 
-PARTS = {
-    "clip": (optax.clip(0.3), 0),
-    "rate": (optax.scale_by_schedule(optax.linear_schedule(1.0, 0.1, 3)), 0),
-    "masked": (optax.add_decayed_weights(0.1, mask=no_bias), 1),
-    "rms": (optax.clip_by_block_rms(0.2), 1),
-    "norm": (optax.clip_by_global_norm(0.1), 2),
-}
-AROUND = {
-    "nothing": lambda tx: tx,
-    "several": lambda tx: promoting(optax.MultiSteps(tx, 2).gradient_transformation()),
-    "masked": lambda tx: optax.masked(tx, lambda tree: jax.tree.map(lambda x: True, tree)),
-}
-
-
-@settings(max_examples=5)
-@given(st.lists(st.sampled_from([*PARTS]), min_size=1, max_size=4), st.sampled_from([*AROUND]))
-def test_a_chain_runs_as_its_loosest_part(names, around):
-    loosest = max(PARTS[name][1] for name in names)
-    tx = AROUND[around](optax.chain(*[PARTS[name][0] for name in names]))
-    assert kind_of(tx) == ("on buffers", "per stage", "refused")[loosest]
-    if loosest < 2:
-        check_equal(tx)
-
-
-def test_states_are_as_those_that_are_made_per_stage():
-    """So that a run goes on with another mask, and a checkpoint is read by the same names."""
-    tx, stacked = optax.contrib.schedule_free_sgd(0.1), layout().stack(TREES[0])
-    own = js.chain(tx).init(stacked)
-    other = jax.jit(js.chain(optax.chain(tx, LEAVES["mean"])).init)(stacked)[0][0]
-    assert jax.tree.structure(own[0]) == jax.tree.structure(other)
-    for x, y in zip(jax.tree.leaves(own), jax.tree.leaves(other), strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        np.testing.assert_array_equal(x, y)
-    nodes = jax.tree.leaves(own, is_leaf=lambda x: isinstance(x, Staged))
-    moments = [x["float32"] for x in nodes if isinstance(x, Staged) and "float32" in x]
-    assert moments
-    for x in moments:
-        assert x.sharding.is_equivalent_to(stacked["float32"].sharding, 2)
-
-
 ALIKE = [DRAW(size=(4, 3)).astype(np.float32) for _ in range(4)]
 
 
@@ -181,16 +138,3 @@ def test_other_leaves_of_the_same_shape_are_not_the_own_one(fn):
     jax.tree.map(np.testing.assert_array_equal, updated(fn, 1), fn(ALIKE))
     with pytest.raises(ValueError, match="leaves of other stages"):
         updated(fn, 2)
-
-
-def test_stages_run_their_own_constants_and_callbacks():
-    def fn(leaves):
-        scaled = [
-            jax.jit(jax.jit(lambda x, y=y: x * jnp.asarray(y)))(x)
-            for x, y in zip(leaves, ALIKE, strict=True)
-        ]
-        return [
-            jax.pure_callback(lambda x, i=i: x * np.float32(i), x, x) for i, x in enumerate(scaled)
-        ]
-
-    jax.tree.map(np.testing.assert_array_equal, updated(fn, 2), fn(ALIKE))

@@ -2,14 +2,12 @@
 
 import jax
 import optax
-import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.layered import assert_close, block, embed, language_model, loss, tokens
 from support.optimizers import names as path_names
-from support.optimizers import per_leaf
 
 MODEL, PARAMS = language_model(2)
 BLOCK = {"up": P("fsdp", "tensor"), "bias": P("tensor"), "down": P("tensor", "fsdp")}
@@ -30,22 +28,6 @@ def trained(loss_fn, mesh, optimizer, params=PARAMS):
     return state, metrics, step.consensus(state)
 
 
-def test_steps_and_states_are_those_without_stages_and_axes_may_be_explicit():
-    kinds = (AxisType.Auto, AxisType.Auto, AxisType.Explicit)
-    mesh = jax.make_mesh((2, 2, 2), ("replica", "stage", "fsdp"), axis_types=kinds)
-    block = {"up": P("fsdp"), "bias": P(), "down": P(None, "fsdp")}
-    specs = [P(None, "fsdp"), block, block, P(None, "fsdp")]
-    pipe = pipeline(mesh, data_axes=("fsdp",), param_specs=specs)
-    optimizer = per_leaf(PARAMS)["partition"]
-    found, metrics, _ = trained(pipe, mesh, optimizer)
-    known, expected, _ = trained(MODEL, js.virtual_mesh({"replica": 2}), optimizer)
-    assert_close(metrics, expected)
-    assert_close(pipe.layout.unstack_like(found.params), known.params)
-    layers = pipe.layout.unstack_like(found.opt_state)
-    assert jax.tree.structure(layers) == jax.tree.structure(known.opt_state)
-    assert_close(layers, known.opt_state)
-
-
 def test_moments_lie_as_the_parameters_and_nothing_is_gathered(mesh_of):
     pipe = pipeline(mesh_of(INNER), data_axes=("fsdp",), param_specs=SPECS)
     tx = js.chain(optax.adamw(0.1, mask=lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)))
@@ -59,37 +41,6 @@ def test_moments_lie_as_the_parameters_and_nothing_is_gathered(mesh_of):
     lies = jax.tree.leaves(update.output_shardings[0])
     for x, spec in zip(lies, pipe.layout.specs.values(), strict=True):
         assert x.is_equivalent_to(NamedSharding(x.mesh, spec), len(spec))
-
-
-def test_what_mixes_is_refused_when_the_step_is_made(mesh_of):
-    """With what to use instead."""
-    pipe = pipeline(mesh_of({"stage": 2}))
-    for tx, instead in {
-        optax.clip_by_global_norm(1.0): "js.clip_by_global_norm",
-        optax.clip_by_global_norm(2.0): "'0/table'",
-        optax.apply_if_finite(optax.sgd(0.1), 3): "optax.apply_if_finite use js.dynamic_loss_scale",
-        optax.chain(optax.flatten(optax.adam(0.1))): "computed from",
-        optax.stateless(lambda updates, params: updates["no layers"]): "TypeError",
-    }.items():
-        with pytest.raises(ValueError, match=r"`optimizer`.*other stages") as refused:
-            js.make_train_step(pipe, tx, mesh=pipe.mesh, axis_name=(), sync="none")
-        assert instead in str(refused.value)
-
-
-def test_hyperparameters_are_read_and_set_as_without_stages(mesh_of):
-    mesh = mesh_of({"replica": 2, "stage": 2})
-    pipe = pipeline(mesh)
-    base = js.local_sgd("replica", sync_every=1)
-    sync = js.slowmo("replica", base=base, sync_every=1, learning_rate="optimizer")
-    tx = optax.inject_hyperparams(optax.sgd)(0.1)
-    step = js.make_train_step(pipe, tx, sync=sync, mesh=mesh)
-    alone = js.make_train_step(MODEL, tx, sync=sync, mesh=js.virtual_mesh({"replica": 2}))
-    state, known = step.init(PARAMS), alone.init(PARAMS)
-    for i, rate in enumerate((0.1, 0.05, 0.2)):
-        state, known = (js.set_hyperparams(s, learning_rate=rate) for s in (state, known))
-        state, _ = step(state, tokens(16, seed=i))
-        known, _ = alone(known, tokens(16, seed=i))
-    assert_close(pipe.layout.unstack_like(state.params), known.params)
 
 
 def scored(params, x):

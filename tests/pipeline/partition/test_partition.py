@@ -40,12 +40,6 @@ def test_no_split_is_better(data):
     assert blocks == best_of_all(costs, num_blocks)
 
 
-def test_costs_may_be_of_any_number_type():
-    costs = [1.0, 2.0, 3.0, 5.0]
-    for found in (jnp.asarray(costs, jnp.bfloat16), np.asarray(costs, np.float16), iter(costs)):
-        assert js.partition_by_cost(found, 2) == js.partition_by_cost(costs, 2)
-
-
 @given(st.lists(st.sampled_from([0, 1, 5, 30]), min_size=4, max_size=9), st.sampled_from([1, 2]))
 def test_without_parts_stages_have_as_few_bytes_as_can_be(sizes, chunks):
     """A byte more for each layer distributes those without parameters evenly."""
@@ -76,17 +70,6 @@ def test_equal_to_colossalai(name):
         messages = warning_messages(lambda split=split, found=found: found.append(split()))
         assert found == [[[tuple(block) for block in blocks] for blocks in case["parts"]]]
         assert len(messages) == case["warnings"]
-
-
-def test_a_warning_says_which_stages_hold_nothing():
-    first, second = warning_messages(lambda: js.partition_uniform(6, 5, 2))
-    assert all(words in first for words in ("2 of 5 stages", "chunk 0", "has 3"))
-    assert "chunk 1" in second
-
-
-def test_any_integers_are_weights():
-    """Sums of these overflow NumPy's integers."""
-    assert js.partition_balanced((w * 2**60 for w in [5, 1, 1, 1, 4]), 2) == [[(0, 2)], [(2, 5)]]
 
 
 def test_products_and_the_loss_are_the_cost_and_equal_layers_are_compiled_once(compilations):

@@ -3,11 +3,8 @@
 import json
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.pipeline.schedules import Operation
 from pipeline.schedules.replay import all_once, replayed
 from support.golden_peers import FOLDER
 
@@ -95,44 +92,10 @@ def test_published_rates(row):
         assert round(schedule.simulate(**times).bubble, 4) == row[name], name
 
 
-numbers = st.integers(1, 20).map(lambda n: n / 4)
-
-
-@settings(max_examples=40)
-@given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), numbers, numbers, numbers)
-def test_formulas(p, rounds, v, forward, backward_input, backward_weight):
-    m = p * rounds
-    times = costs(forward, backward_input, backward_weight)
-
-    def bubble(schedule):
-        return schedule.simulate(**times).bubble
-
-    flat, chunked = ((p - 1) / (n * m + p - 1) for n in (1, v))
-    assert bubble(js.schedules.gpipe(p, m)) == pytest.approx(flat)
-    assert bubble(js.schedules.one_f_one_b(p, m)) == pytest.approx(flat)
-    assert bubble(js.schedules.gpipe(p, m, v)) == pytest.approx(chunked)
-    for warm_up in ("few", "all"):
-        schedule = js.schedules.interleaved(p, m, v, warm_up=warm_up)
-        assert bubble(schedule) == pytest.approx(chunked)
-    work = m * (forward + backward_input + backward_weight)
-    for memory in (1, 2):
-        idle = (p - 1) * (forward + backward_input - memory * backward_weight)
-        if idle >= 0 and backward_weight <= forward and rounds >= memory:
-            got = bubble(js.schedules.zero_bubble(p, m, memory=memory))
-            assert got == pytest.approx(idle / (work + idle), abs=1e-12)
-
-
 def test_placement_and_forward_only_are_read_off_the_rows():
     for made in (js.schedules.zbv(2, 3), js.schedules.gpipe(2, 2, forward_only=True)):
         assert js.schedules.from_table(made.orders(), name=made.name) == made
     assert js.schedules.zbv(2, 3).placement == (0, 1, 1, 0)
-
-
-def test_an_overlap_shares_a_tick_where_it_can():
-    rows = ["0F0,0F1,,(0F2;0B0)OVERLAP_F_B,0B1,,0B2", ",1F0,1B0,1F1,1B1,1F2,1B2"]
-    schedule = js.schedules.from_table(rows)
-    assert schedule.orders() == rows
-    assert schedule.ticks()[3][0] == (Operation("F", 0, 0, 2), Operation("BW", 0, 0, 0))
 
 
 def test_an_overlap_whose_halves_wait_for_each_other_is_two_ticks():

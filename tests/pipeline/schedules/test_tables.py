@@ -93,19 +93,6 @@ def test_a_table_runs_as_its_replay_does(schedule, data, send):
             assert at[other] < at[op] or other.stage == op.stage
 
 
-def test_a_time_may_be_given_per_device():
-    schedule = js.schedules.zbv(2, 3)
-    of_chunks = schedule.simulate(forward=[1, 2, 2, 1], send=0.5)
-    assert schedule.simulate(forward=[2, 4], send=0.5) == of_chunks
-
-
-def test_a_kind_by_its_name():
-    assert js.schedules.by_name("gpipe", 2, 3) == js.schedules.gpipe(2, 3)
-    made = js.schedules.by_name("interleaved", 2, 4, 2, warm_up="all")
-    assert made == js.schedules.interleaved(2, 4, 2, warm_up="all")
-    assert len({made, js.schedules.gpipe(2, 2), js.schedules.gpipe(2, 2)}) == 2
-
-
 def times(*costs):
     return dict(zip(("forward", "backward_input", "backward_weight"), costs, strict=True))
 
@@ -153,34 +140,3 @@ def test_no_table_of_a_small_pipeline_is_shorter(data):
     table = js.schedules.lockstep(p, m, most_stash=most, **times(*costs))
     found = table.simulate(**times(*costs), lockstep=True).time
     assert found == pytest.approx(least_time(p, m, costs, most))
-
-
-numbers = st.integers(0, 8).map(lambda n: n / 4)
-
-
-@given(st.data())
-def test_within_the_limit_and_no_worse_than_one_f_and_one_b(data):
-    p, m = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 9))
-    v = data.draw(st.sampled_from([1, 1, 2]))
-    limit = data.draw(st.integers(v, v * (2 * p + 1)))
-    f, b, w = data.draw(numbers), data.draw(numbers), data.draw(numbers.filter(bool))
-    send = data.draw(st.sampled_from([0.0, 0.25]))
-    costs = times(f, b, w)
-    table = js.schedules.lockstep(p, m, v, most_stash=limit, **costs, send=send)
-    assert max(table.stash) <= limit
-    time = table.simulate(**costs, send=send, lockstep=True).time
-    # The last stage waits for the first F, and the first one for the last gradient.
-    assert time >= (p - 1) * (f + b) / v + m * (f + b) + w / v - 1e-9
-    if v == 1 and limit >= 2 * p - 1:
-        assert time <= (m + p - 1) * (f + b + w) + (m + 2 * (p - 1)) * send + 1e-9
-    # Columns are ticks, so that what is printed can be read again.
-    again = js.schedules.from_table(table.orders(), lockstep=True, name="lockstep")
-    assert again == table
-
-
-def test_the_default_limit_is_that_of_ticks_of_one_f_and_one_b():
-    assert max(js.schedules.lockstep(3, 9).stash) <= 5
-    assert max(js.schedules.lockstep(2, 4, 2).stash) <= 6
-    assert js.schedules.lockstep(3, 6, most_stash=1).stash == (1, 1, 1)
-    # Less than of ZB-H1 and ZB-H2, which are made for stages that run freely, and of 1F1B: 0.158.
-    assert round(js.schedules.lockstep(4, 16).simulate(lockstep=True).bubble, 3) <= 0.059

@@ -1,6 +1,7 @@
 """Several batches of a pipeline as one update: which, and what becomes of those at the end."""
 
 import itertools
+import json
 from collections import deque
 
 import numpy as np
@@ -9,47 +10,50 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from train.input import windows
-from train.input.small import BATCHES, Counted, assert_same, host, losses_of, small_step
+from support.golden_peers import FOLDER
+from train.input.small import (
+    BATCHES,
+    Counted,
+    assert_same,
+    host,
+    losses_of,
+    pipeline_of,
+    small_step,
+)
 from train.input.small import start as small_start
-from train.input.windows import Updates, batch_of, telling_step
 
 PARTIALS = "step", "discard", "error"
 
 
-def pipeline_of(batches=None, **options):
-    return js.TrainPipeline(telling_step(), windows.start(), batches, **options)
+# Calls of torchrec's pipelines, changed for accumulation, with the updates that they make.
+CASES = json.loads((FOLDER / "grad_accum_calls.json").read_text(encoding="utf-8"))["cases"]
 
 
-def batches_of(numbers):
-    return map(batch_of, numbers)
-
-
-@pytest.mark.parametrize("case", windows.recorded(), ids=lambda case: str(case["id"]))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case["id"]))
 def test_recorded_calls_by_the_rule(case):
     """Training and evaluation take turns on one iterator, as there; evaluation counts nothing."""
     size, calls = case["grad_accum"] or 1, len(case["calls"]) - 1
-    iterator = batches_of(range(calls))
-    training = pipeline_of(accumulate=size, depth=0, partial="discard")
-    evaluation = js.TrainPipeline(telling_step().evaluate, training, depth=0)
-    updates, trained = Updates(), []
+    step, iterator = small_step(), itertools.cycle(BATCHES)
+    options = {"accumulate": size, "partial": "discard"}
+    training = js.TrainPipeline(step, small_start(step), depth=0, **options)
+    evaluation = js.TrainPipeline(step.evaluate, training, depth=0)
+    updates, held, trained = [], [], []
     for i, mode in zip(range(calls), case["modes"], strict=False):
         if mode == "eval":
             evaluation.progress(iterator)
             continue
-        trained.append(i)
         result = training.progress(iterator)
-        assert result.is_update == (len(trained) % size == 0)
+        held, trained = [*held, i], [*trained, i]
         assert result.step == len(trained) // size
-        updates.see(training.state)
-    assert updates.found == windows.windows(trained, size)
+        if result.is_update:
+            updates, held = [*updates, held], []
+    whole = len(trained) // size * size
+    assert updates == [trained[i : i + size] for i in range(0, whole, size)]
     there = [update["batches"] for update in case["updates"]]
     if size == 2 or case["grad_accum"] is None:
-        assert updates.found == there
+        assert updates == there
     else:  # none that it makes of whole windows is lost here
-        assert set(itertools.chain(*there)) <= set(itertools.chain(*updates.found)) | set(
-            trained[len(trained) // size * size :]
-        )
+        assert set(itertools.chain(*there)) <= set(trained)
 
 
 class Plain:
@@ -160,7 +164,7 @@ def test_a_loop_yields_updates_with_means_of_their_metrics_and_takes_no_batch_mo
 
 
 def test_the_partial_update_at_the_end_is_told():
-    pipeline = pipeline_of(Counted([batch_of(i) for i in range(5)]), accumulate=3)
+    pipeline = pipeline_of(Counted(BATCHES[:5]), accumulate=3)
     results = [pipeline.progress() for _ in range(5)]
     assert [r.is_update for r in results] == [False, False, True, False, False]
     assert [r.position["next_index"] for r in results] == [0, 0, 3, 3, 3]

@@ -58,8 +58,7 @@ def test_position_and_state_go_on_together():
     assert_same(losses_of(pipeline), plain(tuple(range(3, 9))))
 
 
-def test_stages_of_a_step_and_any_function_as_a_step():
-    """A weight stays beside its batch; a function takes any state, and more than arrays."""
+def test_a_weight_stays_beside_its_batch_in_stages():
     step, weight = small_step(), np.float32([2, 1])
     weighted = [js.train.WeightedBatch(batch, weight) for batch in BATCHES]
     state, wanted = start(step), []
@@ -68,16 +67,6 @@ def test_stages_of_a_step_and_any_function_as_a_step():
         wanted.append(np.asarray(metrics["loss"]))
     stages = [jax.jit(lambda batch: batch * 2), jax.jit(lambda batch: batch + 1)]
     assert_same(losses_of(js.TrainPipeline(step, start(step), weighted, stages=stages)), wanted)
-
-    def own(state, batch):
-        return {"sum": state["sum"] + batch["x"].sum()}, (batch["name"], type(batch["x"]))
-
-    batches = [{"x": b, "name": str(i)} for i, b in enumerate(BATCHES)]
-    pipeline = js.TrainPipeline(own, {"sum": 0.0}, batches)
-    names = [r.metrics for r in pipeline]
-    assert [name for name, _ in names] == [str(i) for i in range(9)]
-    assert all(issubclass(kind, jax.Array) for _, kind in names)
-    np.testing.assert_allclose(pipeline.state["sum"], BATCHES.sum(), rtol=1e-5)
 
 
 def test_the_thread_ends_with_its_pipeline_and_with_the_block():
@@ -100,22 +89,18 @@ def test_the_thread_ends_with_its_pipeline_and_with_the_block():
 
 
 def test_the_report_counts():
-    stage = jax.jit(lambda batch: batch)
-    pipeline = pipeline_of(BATCHES[:5], stages=[stage, stage])
-    empty = pipeline.report()
-    assert (empty.batches, empty.seconds, empty.resent_share) == (0, 0.0, None)
+    pipeline = pipeline_of(BATCHES[:5], stages=[jax.jit(lambda batch: batch)])
+    assert pipeline.report().batches == 0
     losses_of(itertools.islice(pipeline, 4))
     report = pipeline.report()
-    names = ["load", "place", "<lambda> 1", "<lambda> 2", "step"]
-    assert [s.name for s in report.stages] == names
+    assert [s.name for s in report.stages] == ["load", "place", "<lambda>", "step"]
     assert report.batches == 4
     assert report.held in (0, 1)  # the fifth, if it was loaded in time
-    assert [s.batches for s in report.stages[1:]] == [4 + report.held] * 3 + [4]
+    assert [s.batches for s in report.stages[1:]] == [4 + report.held] * 2 + [4]
     busy = {s.name: s.busy_seconds for s in report.stages[1:]}
     spent = {**busy, "load": report.waiting_seconds, "caller": report.caller_seconds}
     assert sum(spent.values()) <= report.seconds
     assert report.slowest == max(spent, key=spent.get)
-    assert str(report).startswith("4 batches in ")
 
 
 def test_a_loop_around_a_pipeline_calls_a_hook_and_goes_on_in_another():

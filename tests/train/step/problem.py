@@ -1,7 +1,5 @@
 """A small problem for steps of every kind, and how to run one on it."""
 
-import random
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -31,15 +29,19 @@ def loss(params, batch):
 KINDS = MESHES
 
 
-def slow_over_local(**options):
-    base = js.local_sgd("replica", sync_every=2, **options)
-    return js.slowmo("replica", base=base, sync_every=4, learning_rate=RATE, **options)
-
-
 def train(step, state, batches=BATCHES[:4]):
     for batch in batches:
         state, metrics = step(state, batch)
     return state, metrics
+
+
+def trained(optimizer, fn=loss, batches=BATCHES[:4], weight=None, **options):
+    """Return the state of a new step after these batches, all with one weight."""
+    step = js.make_train_step(fn, optimizer, **options)
+    state = step.init(PARAMS)
+    for batch in batches:
+        state, _ = step(state, batch, weight)
+    return state
 
 
 def assert_close(found, expected, atol=2e-6):
@@ -47,13 +49,3 @@ def assert_close(found, expected, atol=2e-6):
         np.testing.assert_allclose(
             found[key], np.broadcast_to(expected[key], found[key].shape), atol=atol, err_msg=key
         )
-
-
-def covering(options, runs, seed):
-    """Draw a value of every option for so many runs; each value is in at least one of them."""
-    source, columns = random.Random(seed), []
-    for values in options.values():
-        column = (values * runs)[:runs]
-        source.shuffle(column)
-        columns.append(column)
-    return [dict(zip(options, row, strict=True)) for row in zip(*columns, strict=True)]

@@ -15,8 +15,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jaxslowmo as js
-from support.exhaustive import sweep
-from train.step.problem import covering
+from support.exhaustive import covering, sweep
 from train.step.tables import DENSE, RATE, SIZES, batches, embeddings, loss, rowwise, step_of, whole
 
 UPDATES = 5

@@ -1,7 +1,6 @@
 """Optimizers that are known by the classes of their states, and none that is tried."""
 
 import warnings
-from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,12 +15,6 @@ EVERY_3 = js.local_sgd("replica", sync_every=3)
 ALWAYS = js.local_sgd("replica", sync_every=1)
 
 
-class SAMState(NamedTuple):
-    """A state of a user's, whose name is that of one of optax."""
-
-    cache: Any
-
-
 def sam(period=2):
     adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
     return optax.contrib.sam(optax.adam(0.1), adversary, sync_period=period)
@@ -31,23 +24,6 @@ def several(k):
     return optax.MultiSteps(optax.adam(0.1), k).gradient_transformation()
 
 
-def own():
-    def update(grads, state, params=None):
-        assert isinstance(state, SAMState)
-        return grads, state
-
-    return optax.GradientTransformation(SAMState, update)
-
-
-def never_run():
-    """What a trial would run: its update raises."""
-
-    def update(grads, state, params=None):
-        raise AssertionError("no update is due")
-
-    return optax.GradientTransformation(lambda params: params, update)
-
-
 # What exchanges, and what the message says; None for no message.
 CASES = {
     "sam": (sam(), {"sync": ALWAYS}, ("optax.contrib.sam", "`sync_every`", "multiple")),
@@ -55,8 +31,6 @@ CASES = {
     "several": (several(4), {"sync": ALWAYS}, ("optax.MultiSteps", "`accumulate`")),
     "a period that may fit": (sam(3), {"sync": EVERY_3}, None),
     "gradients": (several(2), {"gradients": js.all_reduce_gradients("replica")}, None),
-    "of another of that name": (own(), {"sync": ALWAYS}, None),
-    "nothing is tried": (never_run(), {"sync": EVERY_3}, None),
 }
 
 

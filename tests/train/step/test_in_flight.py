@@ -53,34 +53,21 @@ def test_a_loop_whose_every_result_is_donated(mesh_of, waits):
     assert n.tolist() == [5 * MOST + 1] * 4
 
 
-def test_it_stands_for_its_step_and_may_be_a_method(mesh_of, waits, monkeypatch):
-    mesh = mesh_of({"replica": 2})
-
-    def per_device(x):
-        """Averages."""
-        return jax.lax.pmean(x, "replica")
-
-    jitted = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=P("replica"), out_specs=P()))
-    step, x = js.bounded(jitted), jnp.ones((2, 3))
-    assert step.__name__ == jitted.__name__
-    assert step.lower(x).as_text() == jitted.lower(x).as_text()
-    # Inside of a trace it is its step; what an accelerator does is its own affair.
-    jax.jit(lambda x: [step(x) for _ in range(2 * MOST)]).lower(x)
-    device = type("Device", (), {"platform": "tpu"})
-    monkeypatch.setattr(type(x), "devices", lambda x: {device})
-    for _ in range(2 * MOST):
-        step(x)
-    assert waits == []
-
+def test_inside_of_a_trace_it_is_its_step_and_it_may_be_a_method(waits):
     class Trainer:
         rate = 3.0
 
         @js.bounded
         @functools.partial(jax.jit, static_argnums=0)
         def step(self, x):
+            """Scales."""
             return self.rate * x
 
-    assert Trainer().step(jnp.float32(2.0)) == 6.0
+    trainer = Trainer()
+    jax.jit(lambda x: [trainer.step(x) for _ in range(2 * MOST)]).lower(jnp.float32(2))
+    assert waits == []
+    assert trainer.step(jnp.float32(2.0)) == 6.0
+    assert Trainer.step.__doc__ == "Scales."
 
 
 def test_a_counter_that_falls_behind_is_told_before_an_exchange_waits_for_it():

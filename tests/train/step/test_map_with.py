@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from train.libraries import BATCHES, SPECS, WIDTH, assert_close, loss_fn, placed
+from train.libraries import BATCHES, SPECS, assert_close, loss_fn, placed
 
 REPLICAS = 2
 
@@ -70,53 +70,19 @@ def test_a_loss_with_maps_of_its_own_trains_as_virtual_replicas(parts, mode):
         assert not [row for row in report.select(kind="local") if "replica" in row.axis]
 
 
-def test_scan_windows_and_evaluation_go_through_the_same_map():
-    mesh = js.make_mesh(AXES)
-    step, state, metrics = trained(nested_on(mesh), mesh, "sync", map_with="vmap", donate=False)
-    scanned, of_scan = step.scan(step.init(placed(mesh)), BATCHES)
-    assert_close(scanned.params, state.params)
-    assert_close(of_scan, jax.tree.map(lambda *x: np.stack(x), *metrics))
-    whole = np.concatenate([BATCHES[0], BATCHES[1]]).reshape(2, REPLICAS, 4, WIDTH)
-    whole = whole.swapaxes(0, 1).reshape(-1, WIDTH)  # each replica's rows of both batches
-    expected, _ = step(state, whole)
-    window, _ = step.collect(state, BATCHES[0])
-    found, _ = step(state, BATCHES[1], window=window)
-    assert_close(found.params, expected.params)
-    assert_close(step.evaluate(state, BATCHES[0]), step(state, BATCHES[0])[1])
-
-
-@pytest.mark.parametrize(
-    ("door", "mode"), [("make_train_step", "host"), ("with_exchange", "traced")]
-)
-def test_what_a_local_step_sends_under_vmap_is_named_once(mesh_of, door, mode):
+def test_what_a_local_step_sends_under_vmap_is_named_once(mesh_of):
     """A loop that runs as often as the data say runs as often on all replicas."""
-    mesh = mesh_of({"replica": 2, "fsdp": 4})
-    place = NamedSharding(mesh, P(None, "fsdp"))
-    batch = np.ones((16, 8), np.float32)
-
-    def plain(params, batch):
-        return jnp.mean((batch @ params["w"]) ** 2)
+    mesh, batch = mesh_of({"replica": 2, "fsdp": 4}), np.ones((16, 8), np.float32)
 
     def loss(params, batch):
         halved = jax.lax.while_loop(lambda x: x.sum() > 1, lambda x: x / 2, params["w"] ** 2)
-        return plain({"w": params["w"] + jax.lax.stop_gradient(halved)}, batch)
+        return jnp.mean((batch @ (params["w"] + jax.lax.stop_gradient(halved))) ** 2)
 
-    def made(loss, sync):
-        options = {"mesh": mesh, "mode": mode, "map_with": "vmap"}
-        if door == "make_train_step":
-            return js.make_train_step(loss, optax.sgd(0.1), sync=sync, **options)
-        parts = {"get_params": lambda state: state, "set_params": lambda state, params: params}
-        train_step = lambda params, batch: (params, {"loss": loss(params, batch)})  # noqa: E731
-        return js.with_exchange(train_step, sync, **parts, **options)
-
-    for sync, is_local in (
-        (js.local_sgd("replica", sync_every=4), True),
-        (js.sgp("replica"), False),
-    ):
-        weights = {"w": jax.device_put(np.ones((8, 16), np.float32), place)}
-        step = made(loss if is_local else plain, sync)
-        state = step.init(weights)
-        if is_local:
-            with pytest.warns(UserWarning, match="A local step sends .*over replica.*`vmap`"):
-                state, _ = step(state, batch)
-        step(state, batch)  # a warning is an error in this suite
+    options = {"mesh": mesh, "mode": "host", "map_with": "vmap"}
+    sync = js.local_sgd("replica", sync_every=4)
+    step = js.make_train_step(loss, optax.sgd(0.1), sync=sync, **options)
+    lies = NamedSharding(mesh, P(None, "fsdp"))
+    state = step.init({"w": jax.device_put(np.ones((8, 16), np.float32), lies)})
+    with pytest.warns(UserWarning, match="A local step sends .*over replica.*`vmap`"):
+        state, _ = step(state, batch)
+    step(state, batch)  # a warning is an error in this suite

@@ -9,9 +9,10 @@ import optax
 import pytest
 
 import jaxslowmo as js
+from train.step.problem import train
 
 BATCHES = np.random.default_rng(0).normal(size=(3, 16, 3)).astype(np.float32)
-KINDS = {"mesh": js.make_mesh, "virtual": js.virtual_mesh}
+VIRTUAL = js.virtual_mesh({"replica": 4})
 START = {"mean": np.zeros(3, np.float32), "n": np.int32(0)}
 local = js.local_sgd("replica", sync_every=1)
 
@@ -24,24 +25,12 @@ def loss(params, batch, *, model_state):
     return jnp.sum(params["w"] * batch.mean(0)), (metrics, new)
 
 
-def step_of(sync, kind="virtual", axes=None, fn=loss, **options):
-    mesh = KINDS[kind](axes or {"replica": 4})
-    options |= {"sync": sync, "mesh": mesh, "donate": False}
-    return js.make_train_step(fn, optax.sgd(0.1), **options)
+def step_of(sync=local, mesh=VIRTUAL, fn=loss, **options):
+    return js.make_train_step(fn, optax.sgd(0.1), sync=sync, mesh=mesh, donate=False, **options)
 
 
 def started(step, start=START):
     return step.init({"w": np.ones(3, np.float32)}, model_state=start)
-
-
-def trained(sync, batches, kind="virtual", axes=None, fn=loss, start=START, **options):
-    """Return the step, its last state and metrics, and the statistics after each update."""
-    step = step_of(sync, kind, axes, fn, **options)
-    state, seen, metrics = started(step, start), [], None
-    for batch in batches:
-        state, metrics = step(state, batch)
-        seen.append(np.asarray(jax.tree.leaves(state.model_state)[0]))
-    return step, state, metrics, seen
 
 
 def rows(*values):
@@ -51,9 +40,10 @@ def rows(*values):
 
 def test_metrics_are_means_and_counters_those_of_the_first_device():
     """Of metrics of every type, over the devices and microbatches of a replica."""
-    axes, replicas = {"replica": 2, "device": 2}, 2
+    mesh, replicas = js.make_mesh({"replica": 2, "device": 2}), 2
     each = {"gradients": js.all_reduce_gradients("device"), "accumulate": 2}
-    _, state, metrics, _ = trained(local, BATCHES, "mesh", axes, **each)
+    step = step_of(mesh=mesh, **each)
+    state, metrics = train(step, started(step), BATCHES)
     parts = BATCHES.reshape(3, replicas, 2, 2, -1, 3)
     positive = (parts > 0).sum((-1, -2))
     np.testing.assert_array_equal(state.model_state["n"], positive[:, :, 0].sum((0, 2)))
@@ -66,9 +56,12 @@ def test_metrics_are_means_and_counters_those_of_the_first_device():
 def test_gossip_sends_it_to_the_same_peers():
     """No all-reduce in any step; statistics go with the parameters, and are mixed at once."""
     graph = js.topology.directed_exponential(4)
-    sync = js.sgp("replica", graph=graph, overlap=2)
-    batches = [rows(1, 2, 3, 6), *[rows(0, 0, 0, 0)] * 2]
-    step, state, _, seen = trained(sync, batches, "mesh", mode="host")
+    sync, mesh = js.sgp("replica", graph=graph, overlap=2), js.make_mesh({"replica": 4})
+    step = step_of(sync, mesh, mode="host")
+    state, seen = started(step), []
+    for batch in (rows(1, 2, 3, 6), *[rows(0, 0, 0, 0)] * 2):
+        state, _ = step(state, batch)
+        seen.append(np.asarray(state.model_state["mean"]))
     report = js.comm_report(step, state, jax.ShapeDtypeStruct((4, 3), jnp.float32))
     sent = report.select(level="emitted")
     assert {row.content for row in sent} == {"parameters", "statistics"}
@@ -92,24 +85,18 @@ FORMS = {
     "a part": lambda value, new: (value, ({}, {"n": new["n"]})),
     "a number of a vector": lambda value, new: (value, ({}, {**new, "mean": new["mean"][0]})),
 }
-WAYS = {
-    "virtual": ("virtual", {}, "__call__"),
-    "vmap": ("mesh", {"map_with": "vmap"}, "evaluate"),
-    "window": ("mesh", {"mode": "host"}, "collect"),
-}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_model_state_that_a_loss_does_not_return_is_refused_by_name(way):
+@pytest.mark.parametrize("method", ["__call__", "evaluate", "collect"])
+def test_model_state_that_a_loss_does_not_return_is_refused_by_name(method):
     """It would stay as it was, and models of BatchNorm would be evaluated with its first values."""
-    kind, options, method = WAYS[way]
     for form in FORMS.values():
 
         def fn(params, batch, *, form=form, **given):
             value, (_, new) = loss(params, batch, model_state=given["model_state"])
             return form(value, new)
 
-        step = step_of(local, kind, fn=fn, **options)
+        step = step_of(fn=fn)
         with pytest.raises(ValueError, match=r"`loss_fn` must return .*model.state"):
             getattr(step, method)(started(step), rows(*range(8)))
 
@@ -121,7 +108,7 @@ def test_model_state_keeps_containers_and_dtypes():
         value, (metrics, new) = loss(params, batch, model_state=model_state)
         return value, (metrics, {**new, "mean": new["mean"].astype(jnp.bfloat16)})
 
-    step = step_of(local, fn=fn)
+    step = step_of(fn=fn)
     before = started(step, OrderedDict(START))
     state, _ = step(before, rows(1, 2, 3, 6))
     assert jax.tree.structure(state.model_state) == jax.tree.structure(before.model_state)
@@ -131,10 +118,10 @@ def test_model_state_keeps_containers_and_dtypes():
 def test_model_state_that_was_forgotten_is_named():
     """The error names it, or a note on the error that the loss itself meets."""
     returns = lambda p, b, **_: (jnp.sum(p["w"]), ({}, {"s": b.mean()}))  # noqa: E731
-    step = step_of(local, fn=returns)
+    step = step_of(fn=returns)
     with pytest.raises(ValueError, match=r"\['s'\], and was given none: .*model_state="):
         step(step.init({"w": np.ones(3, np.float32)}), rows(1, 2, 3, 4))
-    step = step_of(local)
+    step = step_of()
     with pytest.raises(KeyError) as error:
         step(step.init({"w": np.ones(3, np.float32)}), rows(1, 2, 3, 4))
     assert any("model_state=" in note for note in error.value.__notes__)

@@ -10,31 +10,8 @@ import jaxslowmo as js
 from support.meshes import MESHES
 
 PARAMS = {"w": np.ones(64, np.float32)}
-BATCH = np.ones((8, 1), np.float32)
 AVERAGE = js.local_sgd("replica")
-RAW = {"key": np.array([7, 0], np.uint32), "count": jnp.uint32(0), "ids": jnp.arange(2)}
-TYPED = {**RAW, "key": jax.random.wrap_key_data(RAW["key"])}
-
-
-def loss(params, batch, *, model_state):
-    """Draws as nnx does: from a key and how often it was used."""
-    key = jax.random.fold_in(model_state["key"], model_state["count"])
-    mask = jax.random.bernoulli(key, 0.5, params["w"].shape)
-    after = {**model_state, "count": model_state["count"] + 1}
-    # Which units this device has kept, as one number of 24 bits.
-    kept = jnp.sum(jnp.where(mask[:24], 2.0 ** np.arange(24), 0.0))
-    return jnp.mean(mask.astype(params["w"].dtype) * params["w"]) * batch.mean(), (
-        {"kept": kept},
-        after,
-    )
-
-
-def raw_loss(params, batch, *, model_state):
-    """Draws as Keras does: from a seed and a counter in one leaf of two uint32."""
-    key = jax.random.key_data(model_state["key"])
-    value, (metrics, after) = loss(params, batch, model_state={**model_state, "key": key})
-    key = jax.random.wrap_key_data(key + jnp.array([0, 1], jnp.uint32))
-    return value, (metrics, {**after, "key": key})
+BATCH = np.ones((8, 1), np.float32)
 
 
 def step_of(fn, mesh, sync=AVERAGE, **options):
@@ -84,31 +61,6 @@ def test_no_two_draws_of_a_run_have_one_key(axes, axis_name, kind):
     assert len(set(seen)) == len(seen)
 
 
-def trained(step, state):
-    kept = []
-    for _ in range(3):
-        state, metrics = step(state, BATCH)
-        kept.append(np.asarray(metrics["kept"]))
-    return state, np.array(kept)
-
-
-def test_keys_that_a_loss_uses_raw_become_the_replicas_own():
-    mesh, options = (
-        js.virtual_mesh({"replica": 2, "device": 2}),
-        {"policy": js.gradients.Policy("bfloat16")},
-    )
-    step = step_of(raw_loss, mesh, model_state="broadcast", accumulate=2, **options)
-    state = step.init(PARAMS, model_state=TYPED)
-    before = np.asarray(jax.random.key_data(state.model_state["key"]))
-    assert np.array_equal(before[0], RAW["key"])  # replica 0 draws what one replica would
-    assert not np.array_equal(before[0], before[1])
-    state, kept = trained(step, state)
-    assert len(np.unique(kept)) == np.size(kept)
-    after = np.asarray(jax.random.key_data(state.model_state["key"]))
-    assert np.array_equal(after - before, np.broadcast_to(np.uint32([0, 3 * 2]), (2, 2)))
-    assert np.array_equal(state.model_state["ids"], [[0, 1]] * 2)
-
-
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_keys_without_a_type_are_told_of_every_generator(impl):
     """Some have four words. All replicas draw alike from raw ones; typed ones become their own."""
@@ -130,10 +82,10 @@ def test_keys_without_a_type_are_told_of_every_generator(impl):
             assert len(np.unique(metrics["noise"])) == len(np.unique(metrics["own"])) == 4
     if impl == "rbg":  # whose draws are others under vmap
         key = {"key": jax.random.key(0, impl=impl)}
-        step_of(loss, js.make_mesh({"replica": 2})).init(PARAMS, model_state=key)
-        virtual = step_of(loss, js.virtual_mesh({"replica": 2}))
+        step_of(draws, js.make_mesh({"replica": 2})).init(PARAMS, model_state=key)
+        virtual = step_of(draws, js.virtual_mesh({"replica": 2}))
         with pytest.warns(UserWarning, match="'rbg' .* virtual mesh"):
             virtual.init(PARAMS, model_state=key)
         virtual.init(PARAMS, model_state=key)  # once
-    one = step_of(loss, js.virtual_mesh({"replica": 1}), "none")
-    one.init(PARAMS, model_state=RAW)  # warnings are errors
+    step = step_of(draws, js.virtual_mesh({"replica": 1}), "none")
+    step.init(PARAMS, model_state={"key": raw})  # warnings are errors

@@ -1,4 +1,4 @@
-"""Losses that are pairs `(sum, weight)`; `test_weighted_sums.py` has what they compute."""
+"""Losses that are pairs `(sum, weight)`; `update/test_replica_step.py` has what they compute."""
 
 import jax
 import jax.numpy as jnp
@@ -8,26 +8,19 @@ import pytest
 
 import jaxslowmo as js
 from train.step import tables
+from train.step.problem import BATCHES, PARAMS
 
-RNG = np.random.default_rng(3)
-PARAMS = {"w": RNG.normal(size=(4, 3)).astype(np.float32), "b": np.zeros(3, np.float32)}
-TOKENS = 5
 RATE = 0.3
+# Two examples of each replica, of which the first has none that counts.
+BATCH = {"x": BATCHES[0, :8], "mask": np.float32([0, 0, 1, 0, 1, 1, 0, 1])}
 
 
-def batch_of(examples, num_empty=2):
-    """Sequences of which some tokens count; some examples have none."""
-    mask = (RNG.random((examples, TOKENS)) < 0.4).astype(np.float32)
-    mask[:, 0] = 1
-    mask[:num_empty] = 0
-    x = RNG.normal(size=(examples, TOKENS, 4)).astype(np.float32)
-    return {"x": x, "y": RNG.integers(0, 3, (examples, TOKENS)), "mask": mask}
+def scores(params, batch):
+    return jnp.sum(jnp.tanh(batch["x"] @ params["w"] + params["b"][None]) ** 2, axis=1)
 
 
 def terms(params, batch):
-    logits = batch["x"] @ params["w"] + params["b"][None, None]
-    each = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-    return (each * batch["mask"]).sum(), batch["mask"].sum()
+    return (scores(params, batch) * batch["mask"]).sum(), batch["mask"].sum()
 
 
 def quotient(params, batch):
@@ -42,13 +35,13 @@ def reducing(loss=terms, mesh=None, **options):
 
 
 def test_replicas_without_tokens_count_for_nothing_and_all_without_stay():
-    step, batch = reducing(), batch_of(8, num_empty=2)  # all of replica 0
-    state, _ = step(step.init(PARAMS), batch)
-    grads = jax.grad(quotient)(PARAMS, batch)
+    step = reducing()
+    state, _ = step(step.init(PARAMS), BATCH)
+    grads = jax.grad(quotient)(PARAMS, BATCH)
     for name, found in state.params.items():
         wanted = PARAMS[name] - RATE * grads[name]
         np.testing.assert_allclose(found[0], wanted, rtol=2e-5, atol=2e-6)
-    after, metrics = step(state, {**batch, "mask": np.zeros_like(batch["mask"])})
+    after, metrics = step(state, {**BATCH, "mask": np.zeros(8, np.float32)})
     jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
     assert not np.any(metrics["loss"])
 
@@ -56,7 +49,7 @@ def test_replicas_without_tokens_count_for_nothing_and_all_without_stay():
 def test_the_weight_joins_the_gradients_all_reduce():
     for loss in (terms, quotient):
         step = reducing(loss, js.make_mesh({"replica": 2}))
-        report = js.comm_report(step, step.init(PARAMS), batch_of(8))
+        report = js.comm_report(step, step.init(PARAMS), BATCH)
         rows = report.select(level="compiled")
         assert [(row.collective, row.count) for row in rows] == [("all-reduce", 1)]
 
@@ -66,20 +59,13 @@ def test_what_is_no_pair_of_scalars_is_refused():
     step = tables.step_of(1, loss_fn=pair, gradients=js.all_reduce_gradients("replica"))
     with pytest.raises(ValueError, match="`loss_fn` with `embeddings`"):
         step(step.init(tables.DENSE), tables.batches(1)[0])
-    for wrong in (
-        lambda p, b: (terms(p, b)[0], b["mask"]),
-        lambda p, b: ((1.0, 2.0, 3.0), {}),
-        lambda p, b: (jnp.int32(1), terms(p, b)[1]),
-    ):
-        step = reducing(wrong)
-        with pytest.raises(ValueError, match="`loss_fn`"):
-            step(step.init(PARAMS), batch_of(8))
+    step = reducing(lambda p, b: (terms(p, b)[0], b["mask"]))
+    with pytest.raises(ValueError, match="`loss_fn`"):
+        step(step.init(PARAMS), BATCH)
 
 
 def with_accuracy(params, batch):
-    total, weight = terms(params, batch)
-    right = (batch["x"] @ params["w"]).argmax(-1) == batch["y"]
-    return total / weight, right.mean()
+    return quotient(params, batch), (scores(params, batch) < 1).mean()
 
 
 def in_a_loop(params, batch):
@@ -94,14 +80,13 @@ def in_a_loop(params, batch):
 
 def test_a_metric_that_is_taken_for_a_weight_is_told():
     """The loss would be divided by it, and no gradient would say so."""
-    batch = batch_of(8)
     for fn in (with_accuracy, jax.jit(with_accuracy), in_a_loop):
         step = reducing(fn)
         state = step.init(PARAMS)
         if fn is not in_a_loop:
             with pytest.warns(UserWarning, match="`loss_fn` .* depends on the parameters"):
-                state, _ = step(state, batch)
-        step(state, batch)  # warnings are errors
-    layers, weight = [lambda p, x: x["x"] @ p], lambda y, batch: (y.argmax(-1) == batch["y"]).mean()
+                state, _ = step(state, BATCH)
+        step(state, BATCH)  # warnings are errors
+    model = js.LayeredModel([lambda p, x: x["x"] @ p], lambda y, b: (y.mean(), (y < 1).mean()))
     with pytest.warns(UserWarning, match="`loss` .* depends on the parameters"):
-        js.LayeredModel(layers, lambda y, b: (y.mean(), weight(y, b)))([PARAMS["w"]], batch)
+        model([PARAMS["w"]], BATCH)

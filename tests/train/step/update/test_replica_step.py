@@ -1,10 +1,13 @@
 """Updates against loops written by hand with optax, whatever a step is made of.
 
 Each run draws a value of every option: who averages, windows, microbatches, weights, clipping, loss
-scales, model state, devices inside of a replica. `by_hand` shares no code with the step. Two leaves
-of each batch are those of all examples: a Python number, and an array of one row.
+scales, model state, devices inside of a replica, and losses that are pairs `(sum, weight)`, average
+themselves over all replicas, or hold loops, branches and kernels.
+`by_hand` shares no code with the step. Two leaves of each batch are those of all examples: a Python
+number, and an array of one row.
 """
 
+import functools
 import itertools
 
 import jax
@@ -12,13 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from support.exhaustive import sweep
+from support.exhaustive import covering, sweep
 from support.promotion import promoting
-from train.step.problem import KINDS, PARAMS, RATE, covering
+from train.step.problem import KINDS, PARAMS, RATE
 
 REPLICAS, ROWS, UPDATES, START = 2, 16, 6, 3
 RNG = np.random.default_rng(0)
@@ -27,6 +32,8 @@ GATES = RNG.uniform(0.5, 1.5, size=(UPDATES, 3, 1, 8)).astype(np.float32)
 WEIGHTS = RNG.integers(0, 4, (UPDATES, 3, REPLICAS)).astype(np.float32)
 WEIGHTS[4, :, 1], WEIGHTS[1, 0, 1] = 0, 2
 WEIGHTS[:, :, 0] += WEIGHTS.sum(2) == 0  # somebody has data
+MASKS = (RNG.random((UPDATES, 3, ROWS)) < 0.6).astype(np.float32)
+MASKS[:, :, :: ROWS // REPLICAS] = MASKS[:, :, -1] = 1  # of each replica some examples count
 LATE = js.every(2, start=START)
 MAX_NORM, SCALE = 0.3, 64.0
 OPTIMIZERS = {
@@ -38,7 +45,7 @@ OPTIMIZERS = {
 OPTIONS = {
     "kind": [
         *("auto", "explicit", "virtual", "auto inner", "virtual two", "auto fsdp", "auto two"),
-        "virtual inner",
+        *("virtual inner", "auto one"),
     ],
     "reduce": ["none", "initial", "active"],
     "clip": ["none", "gradients", "optimizer"],
@@ -49,35 +56,71 @@ OPTIONS = {
     "window": [0, 1, 2],  # batches before the last one of an update
     "apply": [False, True],
     "weighted": [False, True],
+    "loss": ["mean", "pairs", "pmean", "psum", "scan", "branch", "pallas"],
     "mode": ["traced", "host"],
     "chain": [False, True],
     "model_state": ["sync_mean", "broadcast", "local"],
 }
-RUNS = 8
+RUNS = 9
+OVER_ALL = "pmean", "psum"  # losses that average themselves
 # Axes inside of a replica, by the last word of a kind.
 INSIDE = {"inner": {"device": 2}, "two": {"a": 2, "b": 2}, "fsdp": {"fsdp": 2}}
-SPECS = {"b": (), "w": ("fsdp",)}
+INSIDE["one"] = {"one": 1}  # as if it were not there
 
 
 def possible(run):
     """Return the run, without what cannot stand beside the rest."""
     if run["sync"] == run["reduce"] == "none":  # replicas apart exchange no model state
         run["model_state"] = "local"
+    if run["loss"] in OVER_ALL:  # which knows of no weights, and of no overflow elsewhere
+        run["weighted"] = run["scaled"] = False
     return run
 
 
-def fn(params, batch, *, model_state):
+@jax.custom_jvp
+def doubled(x):
+    def kernel(x_ref, y_ref):
+        y_ref[...] = x_ref[...] * 2
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(kernel, out_shape=shape, interpret=True)(x)
+
+
+doubled.defjvp(lambda primals, tangents: (doubled(*primals), 2 * tangents[0]))
+
+
+def reduced(kind, values, mask, axes):
+    """The loss of these examples; over `axes` a loss that averages itself does so."""
+    total, count = values.sum(), jnp.float32(len(values))
+    if kind == "pairs":
+        return jnp.sum(values * mask), jnp.sum(mask)
+    if kind == "pmean" and axes:
+        return lax.pmean(values.mean(), axes)
+    if kind == "psum" and axes:
+        total, count = lax.psum((total, count), axes)
+    if kind == "scan":  # from numbers
+        add = lambda carry, x: ((carry[0] + x, carry[1] + 1), None)  # noqa: E731
+        total, count = lax.scan(add, (0.0, 0), values)[0]
+    if kind == "branch":  # of which one is constant
+        is_nan = jnp.isnan(values[0])
+        return lax.cond(is_nan, lambda: jnp.float32(1.0), lambda: values.mean())
+    if kind == "pallas":
+        return doubled(values).mean() / 2
+    return total / count
+
+
+def fn(params, batch, *, model_state, kind="mean", axes=()):
     """Use no statistics, so gradients are by example; an infinite factor is an overflow."""
-    (x, factor), (gate, strength) = batch
+    (x, factor, mask), (gate, strength) = batch
     assert (gate.shape, jnp.shape(strength)) == ((1, 8), ())
     hidden = jnp.tanh((x * gate) @ params["w"] + params["b"][None])
     values = jnp.sum(hidden**2, axis=1) * factor * strength
     new = {"m": 0.5 * model_state["m"] + x.mean(0), "n": model_state["n"] + 1}
-    return values.mean(), ({}, new)
+    return reduced(kind, values, mask, axes), ({}, new)
 
 
 def given(run):
-    """(x, factor) of each batch, and what all share; the second update overflows on replica 1."""
+    """(x, factor, mask) of each batch, and what all share; an update overflows on replica 1."""
     factors = np.ones(X.shape[:3], np.float32)
     if run["scaled"]:
         factors[1, 0, -1] = np.inf
@@ -85,7 +128,7 @@ def given(run):
     if run["weighted"]:  # whatever an idle replica's batch holds
         xs[np.repeat(WEIGHTS == 0, ROWS // REPLICAS, axis=2)] = np.nan
     return [
-        [((x[i], f[i]), (GATES[t, i], 1 + t / 8)) for i in range(run["window"] + 1)]
+        [((x[i], f[i], MASKS[t, i]), (GATES[t, i], 1 + t / 8)) for i in range(run["window"] + 1)]
         for t, (x, f) in enumerate(zip(xs, factors, strict=True))
     ]
 
@@ -119,7 +162,9 @@ def made(run):
     if run["reduce"] == run["sync"] == "none":
         options["sync"] = "none"
     axes = {"replica": REPLICAS} | inner
-    return js.make_train_step(fn, mesh=KINDS[kind](axes), **options)
+    over = ("replica", *(n for n in inner if n != "fsdp" and run["reduce"] != "none"))
+    loss = functools.partial(fn, kind=run["loss"], axes=over)
+    return js.make_train_step(loss, mesh=KINDS[kind](axes), **options)
 
 
 def mean_of(shares, trees):
@@ -127,43 +172,58 @@ def mean_of(shares, trees):
 
 
 def by_hand(run):
-    """Yield parameters, statistics and told losses of all replicas after each update."""
+    """Yield parameters, statistics, told losses and their weights of all replicas, by update."""
     optimizer = optax.with_extra_args_support(OPTIMIZERS[run["optimizer"]])
     params, states = [PARAMS] * REPLICAS, [optimizer.init(PARAMS)] * REPLICAS
     stats, scales = [np.zeros(8, np.float32)] * REPLICAS, [SCALE] * REPLICAS
-    value_and_grad = jax.jit(jax.value_and_grad(lambda *a: fn(*a, model_state={"m": 0, "n": 0})[0]))
+
+    def quotient(params, batch):
+        loss, _ = fn(params, batch, model_state={"m": 0, "n": 0}, kind=run["loss"])
+        return loss[0] / loss[1] if run["loss"] == "pairs" else loss
+
+    value_and_grad = jax.jit(jax.value_and_grad(quotient))
     devices = {"inner": 2, "two": 4}.get(run["kind"].split()[-1], 1)
     parts = devices, run["accumulate"]
     for t, batches in enumerate(given(run), 1):
         averages = run["reduce"] != "none"
         seen = [stats[0] if run["model_state"] == "broadcast" else s for s in stats]
-        grads, values, weights, told, used = [], [], [], [], list(scales)
+        grads, values, weights, terms, told = [], [], [], [], []
         for r in range(REPLICAS):
-            sums, value, total, before = jax.tree.map(np.zeros_like, PARAMS), 0.0, 0.0, seen[r]
-            for i, ((x, factor), shared) in enumerate(batches):
+            sums, value, before = jax.tree.map(np.zeros_like, PARAMS), 0.0, seen[r]
+            total = of_losses = 0.0
+            for i, (split, shared) in enumerate(batches):
                 weight = weight_of(run, t - 1, i)
                 w = 1.0 if weight is None else weight[r]
-                own = np.split(x, REPLICAS)[r], np.split(factor, REPLICAS)[r]
+                own = [np.split(x, REPLICAS)[r] for x in split]
+                term = own[2].sum() * (w > 0) if run["loss"] == "pairs" else w
+                last = 0.0
                 if w:
                     last, g = value_and_grad(params[r], (own, shared))
-                    sums = jax.tree.map(lambda s, g, w=w: s + w * np.asarray(g), sums, g)
-                    value, total = value + w * float(last), total + w
+                    sums = jax.tree.map(lambda s, g, w=term: s + w * np.asarray(g), sums, g)
+                    value, total, of_losses = (
+                        value + term * float(last),
+                        total + w,
+                        of_losses + term,
+                    )
                     for part in own[0].reshape(*parts, -1, 8).mean((0, 2)):
                         before = 0.5 * before + part
-            told.append(float(last) if w else 0.0)
-            grads.append(jax.tree.map(lambda s, n=total or 1.0: s / n, sums))
-            values.append(value / (total or 1.0))
+            grads.append(jax.tree.map(lambda s, n=of_losses or 1.0: s / n, sums))
+            values.append(value / (of_losses or 1.0))
             weights.append(total)
+            terms.append(of_losses)
             seen[r] = before
-            if run["window"] and run["apply"]:
-                told[-1] = values[-1]
-        shares = np.array(weights) / sum(weights)
+            is_whole = run["window"] and run["apply"]
+            told.append((values[-1], of_losses) if is_whole else (float(last), term))
+        shares, of_replicas = (np.array(x) / sum(x) for x in (weights, terms))
+        if run["loss"] in OVER_ALL:
+            values = [np.mean(values)] * REPLICAS
+            told = [(np.mean([value for value, _ in told]), term) for _, term in told]
         if averages:
             factor = np.mean(np.array(weights) > 0) if run["reduce"] == "initial" else 1.0
-            mean = mean_of(shares, grads)
+            mean = mean_of(of_replicas, grads)
             grads = [jax.tree.map(lambda x, f=factor: f * x, mean)] * REPLICAS
-            values = [float(np.dot(shares, values))] * REPLICAS
-        after = list(params)
+            values = [float(np.dot(of_replicas, values))] * REPLICAS
+        after, used = list(params), list(scales)
         for r in range(REPLICAS):
             is_idle = weights[r] == 0 and not averages  # an average is everybody's update
             g = grads[r]
@@ -184,7 +244,7 @@ def by_hand(run):
                 params = [mean_of(shares, params)] * REPLICAS
             if run["model_state"] == "sync_mean":
                 stats = [mean_of(shares, stats)] * REPLICAS
-        yield params, stats, told, used
+        yield params, stats, np.transpose(told), used
 
 
 CASES = sweep(itertools.product(range(3, 7), range(RUNS)), lambda seed, _: seed == 3)
@@ -194,11 +254,10 @@ CASES = sweep(itertools.product(range(3, 7), range(RUNS)), lambda seed, _: seed 
 def test_updates_are_those_of_a_loop_by_hand(seed, number):
     run = possible(covering(OPTIONS, RUNS, seed)[number])
     step, wanted = made(run), by_hand(run)
-    params, is_split = PARAMS, run["kind"].endswith("fsdp")
+    params, axis = PARAMS, run["kind"].split()[-1]
+    is_split = axis in ("fsdp", "one")
     if is_split:  # inside of a replica, by the compiler
-        params = jax.device_put(
-            params, {k: NamedSharding(step.mesh, P(*s)) for k, s in SPECS.items()}
-        )
+        params = PARAMS | {"w": jax.device_put(PARAMS["w"], NamedSharding(step.mesh, P(axis)))}
     state = step.init(params, model_state={"m": np.zeros(8, np.float32), "n": np.int32(0)})
     for t, batches in enumerate(given(run)):
         *first, last = batches
@@ -207,20 +266,25 @@ def test_updates_are_those_of_a_loop_by_hand(seed, number):
         window = None
         for i, batch in enumerate(first):
             window, _ = step.collect(state, batch, weight_of(run, t, i), window=window)
+        value = step.evaluate(state, batches[-1], weight_of(run, t, len(batches) - 1))["loss"]
         if last is None:
             state, metrics = step.apply(state, window)
         else:
             weight = weight_of(run, t, len(first))
             state, metrics = step(state, last, weight, window=window)
-        params, stats, told, scales = next(wanted)
+        params, stats, (told, terms), scales = next(wanted)
         where = f"update {t + 1} of {run}"
         close = {"rtol": 2e-4, "atol": 2e-5, "err_msg": where}
         for name in PARAMS:
             np.testing.assert_allclose(state.params[name], [p[name] for p in params], **close)
         if is_split:
-            wanted_place = NamedSharding(step.mesh, P("replica", "fsdp"))
+            wanted_place = NamedSharding(step.mesh, P("replica", axis))
             assert state.params["w"].sharding.is_equivalent_to(wanted_place, 3)
         np.testing.assert_allclose(state.model_state["m"], stats, **close)
         np.testing.assert_allclose(metrics["loss"], told, **close)
+        if run["loss"] == "pairs":
+            np.testing.assert_allclose(metrics["loss_weight"], terms, **close)
+        if last is not None:
+            np.testing.assert_allclose(value, told, **close)
         if run["scaled"]:
             np.testing.assert_array_equal(metrics["loss_scale"], scales, where)

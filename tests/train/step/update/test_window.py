@@ -1,23 +1,16 @@
 """A window of batches: reduced once, and used up. `test_replica_step.py` has what it computes."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import jaxslowmo as js
-from train.step.problem import PARAMS
+from train.step.problem import BATCHES, PARAMS, loss
 
-RNG = np.random.default_rng(3)
-REPLICAS, ROWS = 4, 4
-BATCHES = RNG.normal(size=(7, REPLICAS * ROWS, 8)).astype(np.float32)
+REPLICAS = 4
 ONE, INNER = {"replica": REPLICAS}, {"replica": REPLICAS, "device": 2}
 VIRTUAL, average = js.virtual_mesh(ONE), js.all_reduce_gradients("replica")
-
-
-def plain(params, batch):
-    return jnp.mean(jnp.tanh(batch @ params["w"] + params["b"][None]) ** 2)
 
 
 def sent_by(fn, *arguments):
@@ -31,7 +24,7 @@ def test_a_window_is_reduced_once(axes):
     """As `js.comm_report` tells: nothing between replicas in a batch that is only collected."""
     size, gradients = sum(x.nbytes for x in jax.tree.leaves(PARAMS)), tuple(axes)
     step = js.make_train_step(
-        plain, optax.sgd(0.1), gradients=js.all_reduce_gradients(gradients), mesh=js.make_mesh(axes)
+        loss, optax.sgd(0.1), gradients=js.all_reduce_gradients(gradients), mesh=js.make_mesh(axes)
     )
     state = step.init(PARAMS)
     window, _ = step.collect(state, BATCHES[0])
@@ -45,7 +38,7 @@ def test_a_window_is_reduced_once(axes):
 
 def test_a_window_is_used_up():
     """Its gradients are let go of."""
-    step = js.make_train_step(plain, optax.sgd(0.1), gradients=average, mesh=VIRTUAL)
+    step = js.make_train_step(loss, optax.sgd(0.1), gradients=average, mesh=VIRTUAL)
     state = step.init(PARAMS)
     first, _ = step.collect(state, BATCHES[0])
     window, _ = step.collect(state, BATCHES[1], window=first)

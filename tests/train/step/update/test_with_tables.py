@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from train.step.tables import DENSE, REPLICAS, SIZES, batches, embeddings, step_of, whole
+from train.step.tables import DENSE, REPLICAS, batches, embeddings, step_of
 
 
 @pytest.mark.parametrize(
@@ -49,19 +49,6 @@ def test_memory_of_a_step_that_decides_what_is_due(axes, name, mode, limit):
     own = sum(x.addressable_data(0).nbytes for x in jax.tree.leaves(state.params.tables))
     assert memory.alias_size_in_bytes >= own
     assert memory.temp_size_in_bytes < limit * own
-
-
-def test_tables_of_ones_own_and_the_order_of_dense_gradients():
-    """Each device is given its part of stored tables, and all replicas the same."""
-    step = step_of(2, shard="column", sync=js.local_sgd("replica", sync_every=2))
-    made = step.init(DENSE)
-    tables = {name: np.random.default_rng(0).normal(size=size) for name, size in SIZES.items()}
-    state = step.init(js.embedding.WithTables(DENSE, step.embeddings.write(tables)))
-    for name, table in whole(step, state).items():
-        np.testing.assert_array_equal(table, np.stack([np.float32(tables[name])] * REPLICAS))
-    alike = jax.tree.map(lambda x, y: x.sharding.is_equivalent_to(y.sharding, x.ndim), state, made)
-    assert all(jax.tree.leaves(alike))
-    assert step.ready_order(state, batches(1)[0]) == (0, 1)  # b is added last
 
 
 def test_programs_do_not_grow_with_the_batches_of_an_update(compilations):
