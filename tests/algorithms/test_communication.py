@@ -199,9 +199,3 @@ def test_a_weight_travels_ahead_and_so_does_a_rate(tx, phase, told, alone, more,
     ((_, count, size),) = one_update(tx, PARAMS, mesh_of({"replica": NODES}), phase, told)
     ((_, count_alone, size_alone),) = alone
     assert (count, size) == (count_alone + 1, size_alone + more)
-
-
-def test_leaves_without_elements_are_not_sent(mesh_of):
-    params = {"a": jax.ShapeDtypeStruct((3,), "f4"), "no": jax.ShapeDtypeStruct((0, 2), "f2")}
-    sent = one_update(sgp(graph=RING), params, mesh_of({"replica": NODES}), "round 0")
-    assert sent == {("collective-permute", 1, 12)}

@@ -106,15 +106,6 @@ def test_other_fragments_keep_moments_and_take_the_largest_count(tmp_path):
     assert [int(count) for (count,) in shared(again.state)["outer"].rest] == [1, 1]
 
 
-def test_another_outer_optimizer_in_other_fragments_begins_anew(tmp_path):
-    saved(tmp_path, diloco(fragments=2, outer_optimizer=optax.adam(0.1)))
-    found = restored(tmp_path, make(diloco(outer_optimizer=optax.sgd(0.1, momentum=0.5))))
-    assert not any(np.any(x) for x in jax.tree.leaves(shared(found.state)["outer"]))
-    dropped, begun = found.notes
-    assert "exchange/shared/outer/moments/0" in dropped
-    assert "exchange/shared/outer/0/trace begins anew" in begun
-
-
 def test_with_its_first_codec_a_run_measures_from_its_anchor(tmp_path):
     """Not from where replicas are, which would lose the way since the last slow step."""
     base = js.local_sgd("replica", sync_every=2)

@@ -100,15 +100,3 @@ def test_a_run_goes_on_on_another_mesh(old, new, sync, saved, mesh_of):
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
         *(on_host(state.params) for state in (last, end)),
     )
-
-
-def test_a_state_that_no_step_has_returned_goes_anywhere(mesh_of, tmp_path):
-    """Nothing but its arrays tells how it lies."""
-    run, other = (Placed(place, "slowmo", mesh_of) for place in ("fsdp", "both"))
-    state = run.step.init(run.params)
-    state = state._replace(step=state.step)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(0, state, wait=True)
-        assert checkpoints.restore(run.step, run.params).is_exact
-        found = checkpoints.restore(other.step, other.params)
-    jax.tree.map(np.testing.assert_array_equal, other.values(found.state), run.values(state))

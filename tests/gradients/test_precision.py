@@ -81,22 +81,6 @@ def test_gradients_are_divided_in_float32():
     assert updates["w"][0] > 0  # 65536 itself is infinite in float16
 
 
-@pytest.mark.parametrize("unscaled", [False, True])
-def test_extra_arguments_pass_through_and_only_gradients_are_divided(unscaled):
-    heard = {}
-
-    def update(updates, state, params=None, **extra):
-        heard.update(extra)
-        return updates, state
-
-    tx = scaled(optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update))
-    grads = {"rows": jnp.arange(3), "values": jnp.full(3, 16.0)}
-    extra = {"grad": grads, "value": 5.0}
-    updates, _ = tx.update(grads, tx.init(grads), grads, unscaled=unscaled, **extra)
-    want = grads if unscaled else {"rows": jnp.arange(3), "values": jnp.full(3, 2.0)}
-    assert_equal((updates, heard), (want, extra | {"grad": want}))
-
-
 def reduce(hook=None):
     return optax.chain(js.all_reduce_gradients("replica", hook=hook), optax.sgd(1.0))
 

@@ -57,26 +57,6 @@ def params_and_shares(name):
     return jax.tree.map(np.asarray, (state.params, step.sync.shares(state.exchange)))
 
 
-MESHES = {
-    "virtual": lambda of: js.virtual_mesh({"replica": REPLICAS}),
-    "explicit": lambda of: of({"replica": REPLICAS}, explicit=True),
-    "inner axis": lambda of: of({"replica": REPLICAS, "device": 2}),
-}
-
-
-@pytest.mark.parametrize("kind", MESHES)
-def test_every_mesh_gives_the_weighted_mean_with_the_same_bits_on_all_devices(kind, mesh_of):
-    mesh = MESHES[kind](mesh_of)
-    params, shares = params_and_shares("star, overlap")
-    one = js.consensus(params, mesh=mesh, shares=shares)
-    np.testing.assert_allclose(one["w"], EXACT, rtol=1e-5)
-    if not isinstance(mesh, js.mesh.VirtualMesh):
-        for leaf in one.values():
-            copies = [np.asarray(s.data) for s in leaf.addressable_shards]
-            assert len(copies) == mesh.size
-            assert all(np.array_equal(c, copies[0]) for c in copies)
-
-
 @pytest.mark.parametrize(
     ("name", "place"), [*((name, "sync") for name in SYNCS), ("star, overlap", "optimizer")]
 )

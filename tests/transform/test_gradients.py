@@ -1,7 +1,5 @@
 """What gradient transforms say of themselves, alone and joined, and one made of a user's own."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,18 +84,3 @@ DUE = {
 def test_when_each_reduces(name):
     tx, wanted = DUE[name]
     assert over_time(tx, len(wanted)) == wanted
-
-
-class EverySecond(js.spec.Reduction):
-    def due(self, state):
-        return state.count % 2 == 1
-
-
-def test_a_subclass_overrides_what_differs_and_wrappers_ask_it():
-    assert js.GradientSpec is js.spec.Reduction
-    spec = EverySecond(axes=ONE, takes={"weight"})
-    tx = js.GradientTransform(*counting, spec)
-    assert over_time(tx, 4) == [[], [ONE], [], [ONE]]
-    assert over_time(js.chain(js.gradients.accumulate(tx, 2)), 4) == [[]] * 3 + [[ONE]]
-    assert js.chain(tx).spec.takes == {"weight"}
-    assert dataclasses.replace(spec, axes=TWO).due(optax.ScaleByScheduleState(count=1))

@@ -99,27 +99,6 @@ def test_state_of_the_reduction_is_not_touched():
     assert np.allclose(moments.mu[1], 0.1)
 
 
-def test_uses_of_a_replica_that_has_run_out_do_not_count():
-    """Its gradients are ignored, so none of them is a use; a NaN elsewhere is one."""
-    reduce = js.all_reduce_gradients("replica", divide_by="active")
-    tx = js.gradients.skip_unused(optax.chain(reduce, optax.sgd(1.0)), "replica")
-
-    def run(params):
-        last = jax.lax.axis_index("replica") == 1
-        grads = {
-            "a": jnp.where(last, jnp.nan, 0.0) * params["a"],
-            "b": jnp.where(last, 0.0, jnp.nan) * params["b"],
-            "s": params["s"],
-        }
-        return tx.update(grads, tx.init(params), params, weight=jnp.where(last, 0.0, 1.0))
-
-    updates, state = replicas(run, PARAMS)
-    assert list(state.used_by) == [0, 1, 1]
-    assert not np.any(updates["a"])
-    assert np.all(np.isnan(updates["b"]))
-    assert updates["s"] == -2.0
-
-
 def test_names_of_what_is_not_used():
     """In the last update, and in any; before it nothing is known."""
     tx = js.gradients.skip_unused(optax.sgd(0.1), "replica")

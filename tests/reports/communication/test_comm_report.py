@@ -1,7 +1,5 @@
 """Counts and bytes of real programs, emitted and compiled on eight CPU devices."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -52,25 +50,6 @@ def test_pmap_and_a_program_of_one_device():
     assert comm_report(fn, jnp.ones((8, 16))).bytes(axis="i") == 64
     report = comm_report(lambda x: x @ x.T, ROWS)
     assert (report.rows, report.kinds, report.axes) == ((), ("every",), ())
-
-
-def test_axes_of_size_one_and_groups_within_an_axis(mesh_of):
-    """The first move nothing, and the second are of no axis."""
-    groups = [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-    def step(x):
-        x = lax.psum(lax.psum(x, "one"), ("one", "replica"))
-        return lax.psum(x.astype(jnp.bfloat16), "replica", axis_index_groups=groups)
-
-    fn = jax.jit(mapped(step, mesh_of({"one": 1, "replica": 8})))
-    report = comm_report_of(fn.lower(ROWS), compile=False)
-    found = [(r.axis, r.group_size, r.wire_bytes, r.dtypes) for r in report.rows]
-    assert found == [
-        ("replica", 8, 2 * BLOCK * 7 // 8, ("float32",)),
-        ("?", 2, BLOCK // 2, ("bfloat16",)),
-    ]
-    assert report.axes == ("one", "replica", "?")
-    assert (report.count(axis="one"), report.count(axis="?")) == (0, 1)
 
 
 def test_collectives_of_automatic_axes_are_only_compiled(mesh_of):
@@ -191,9 +170,3 @@ def test_table():
         "slow replica,device all-gather 3 10 10 0 0 0 loop",
         "idle - (no communication) 0 0 0 0 0 0",
     ]
-
-
-def test_json():
-    read = json.loads(REPORT.to_json())
-    assert set(read) == {"rows", "kinds", "axes", "levels", "state"}
-    assert read["rows"][0]["wire_bytes"] == 6_000_000

@@ -176,25 +176,6 @@ def test_trip_counts(step, bound, last, config, trips):
         assert loop.trip_count == trips
 
 
-def test_types():
-    types = [("bfloat16", 2048), ("int4", 2), ("bool", 2), ("token", 0)]
-    assert hlo.shapes("(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s4[3], pred[2], token[])") == types
-    assert hlo.shapes("f8e4m3fn[3], c64[2]") == [("float8_e4m3fn", 3), ("complex64", 16)]
-
-
-TARGETS = {
-    '"{1,2}x{0:1}"': (((0, 2), (1, 3)), False),
-    '"{1:3}x{1}"': (((1, 3, 5),), False),
-    "{{100000,200000},{100001,200001}}": (((0, 2), (1, 3)), False),
-    "{{100000->200001},{200001->100000}}": (((0, 3), (3, 0)), True),
-    "{}": (None, False),
-}
-
-
-def test_targets_of_transfers_between_slices():
-    assert {text: hlo.parse_target(text, 2) for text in TARGETS} == TARGETS
-
-
 # By collective, what a send is a part of, and devices of a group: bytes that one sends of 800.
 WIRE_BYTES = {
     ("all-reduce", "", 8): 1400,
@@ -249,12 +230,6 @@ def test_parse_groups(text, expected):
         assert groups is None
     else:
         assert sorted(groups) == sorted(expected)
-
-
-def test_device_order():
-    assert hlo.device_order("", 3) == (0, 1, 2)
-    assert hlo.device_order("[6]<=[2,3]T(1,0)", 6) == (0, 3, 1, 4, 2, 5)
-    assert hlo.device_order("2, 0, 1", 3) == (2, 0, 1)
 
 
 @pytest.mark.parametrize(

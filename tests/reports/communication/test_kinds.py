@@ -128,17 +128,6 @@ def test_kinds_of_steps_and_how_many_collectives_they_execute(mapped, name):
         assert ", ".join(counts) == wanted
 
 
-def test_branches_exclude_each_other_and_the_largest_counts(mapped):
-    rounds = [
-        scoped("gossip", lambda x, k=k: lax.ppermute(x[:k], "replica", [(0, k), (k, 0)])[0] + x)
-        for k in (1, 3, 2)
-    ]
-    report = comm_report(mapped(lambda x, t: lax.switch(t % 3, rounds, x)), X, T)
-    for level in report.levels:
-        (row,) = report.select(kind="gossip", level=level)
-        assert (row.count, row.bytes, row.conditional, row.in_loop) == (1, 3 * 4, True, False)
-
-
 AXIS = "replica"
 SYNCS = {
     # Without the schedule the conditionals would give all combinations.

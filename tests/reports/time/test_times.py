@@ -13,7 +13,6 @@ from jaxslowmo.reports._step_times import (
     Work,
     device_ops,
     length,
-    mean_times,
     overlap,
     step_times,
 )
@@ -68,18 +67,6 @@ def test_every_wait_belongs_to_the_last_start_before_it():
     )
     assert found.communication_time == pytest.approx(2 * 3.5)
     assert found.overlap_time == 0
-
-
-def test_names_that_no_instruction_has():
-    found = times(("0", "ncclDevKernel_AllReduce_Sum_f32", 0, 1), ("0", "memset", 1, 3))
-    assert found.communication == {"other": 1}
-    assert found.other_compute_time == 2
-
-
-def test_means_over_steps():
-    average = mean_times([times(("0", "slow.1", 0, 2)), times(("0", "ar-start", 0, 1))])
-    assert average.communication == {"slow": 1, "gradients": 0.5}
-    assert (average.communication_time, average.step_time) == (1.5, 1)
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)))
