@@ -134,11 +134,6 @@ def test_what_each_program_sends_where_the_host_schedules(name, mesh_of):
     check(name, mesh_of({"replica": NODES}), "host")
 
 
-def test_meshes_without_devices_and_with_explicit_axes_send_the_same(mesh_of):
-    check("slowmo", js.virtual_mesh({"replica": 4}))
-    check("sgp irregular", mesh_of({"replica": 4}, explicit=True))
-
-
 @pytest.mark.parametrize(
     ("base", "kind", "times", "weights"),
     [(local, "average", 1, 0), (functools.partial(sgp, graph=IRREGULAR), "round 1", 2, 1)],

@@ -1,7 +1,6 @@
 """Tests of `js.dynamic_loss_scale`: what it divides, when it skips, and who skips together."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.gradients.precision import ScaleRule, any_over, apply_policy, check_nesting
+from jaxslowmo.gradients.precision import ScaleRule, apply_policy, check_nesting
 from jaxslowmo.tracing import as_full_loss
 from support.executions import lift
 from support.promotion import promoting
@@ -140,16 +139,6 @@ def test_the_scale_is_found_wherever_the_wrapper_stands():
     assert js.loss_scale_of(optax.adam(0.1).init(PARAMS)) is None
     stacked = found.init(PARAMS)._replace(loss_scale=np.float32([8, 4]))
     np.testing.assert_array_equal(js.loss_scale_of((stacked, ())), [8, 4])
-
-
-def test_replicas_without_data_are_asked_only_among_themselves():
-    """Three replicas, all of their flags and weights."""
-    cases = np.asarray(list(itertools.product([0, 1], repeat=6)), bool)
-    found, active = cases[:, :3].T, cases[:, 3:].T
-    ask = jax.vmap(lambda f, w: jax.vmap(lambda f, w: any_over(f, ["r"], w))(f, w), axis_name="r")
-    heard = np.asarray(ask(jnp.asarray(found), jnp.asarray(active, jnp.float32)))
-    want = np.where(active.any(0), (found & active).any(0), found.any(0))
-    np.testing.assert_array_equal(heard, np.tile(want, (3, 1)))
 
 
 # The rule

@@ -82,23 +82,6 @@ def test_gossip_has_the_weighted_mean_of_replicas_and_values_in_flight(name, pla
         np.testing.assert_allclose(*map(np.ravel, halves), rtol=2.0**-8)
 
 
-def test_shares_may_be_of_scalars_and_of_other_parameters(mesh_of):
-    """Weights per replica and one for all, other parameters, and an integer leaf."""
-    mesh = mesh_of({"replica": REPLICAS})
-    rng = np.random.default_rng(2)
-    params = {
-        "n": np.arange(4, dtype=np.int32) + 3,
-        "w": rng.normal(size=(4, 5)).astype(np.float32),
-    }
-    late = {"n": np.zeros(4, np.int32), "w": rng.normal(size=(4, 5)).astype(np.float32)}
-    weights = np.array([0, 1, 2, 5], np.float32)
-    one = js.consensus(params, mesh=mesh, shares=[(weights, None), (0.5, late), (2, None)])
-    mass = (weights + 2) @ params["w"].astype(np.float64) + 0.5 * late["w"].sum(0)
-    np.testing.assert_allclose(one["w"], mass / (8 + 4 * 2.5), rtol=1e-5)
-    assert int(one["n"]) == 3
-    assert js.local_sgd("replica").shares(None) == [(1.0, None)]
-
-
 def test_large_weights_and_small_leaves_keep_their_digits():
     """The total weight, 257, is not representable in bfloat16."""
     params = {"h": np.array([[1], [2]], jnp.bfloat16), "w": np.array([[1], [2]], np.float32)}

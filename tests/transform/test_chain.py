@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.transform import move_copies, moving_states
+from jaxslowmo.transform import move_copies
 from support.meshes import MESHES
 
 contrib = optax.contrib
@@ -55,15 +55,6 @@ def only(state, field):
 def assert_moved(found, start, shift=SHIFT):
     for name in start:
         np.testing.assert_array_equal(found[name], start[name] + shift[name])
-
-
-@pytest.mark.parametrize(
-    "optimizer", [contrib.dog(), contrib.prodigy(), contrib.mechanize(optax.sgd(1.0))]
-)
-def test_points_to_measure_from_stay(optimizer):
-    state = optimizer.init(PARAMS)
-    assert move_copies(state, PARAMS, MOVED) is state
-    assert not moving_states(state)
 
 
 def test_copies_of_ones_own_move_once_they_are_told_and_so_do_those_inside():

@@ -6,14 +6,12 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.transform import holds_state
 
 PARAMS = {"b": np.ones(2, np.float32), "w": np.ones(3, np.float32)}
 STACKED = jax.tree.map(lambda x: np.stack([x] * 2), PARAMS)
 MESH = js.virtual_mesh({"replica": 2})
 AVERAGE = js.local_sgd("replica", sync_every=2)
 SLOW = js.slowmo("replica", base=AVERAGE, sync_every=4)
-WHOLE = js.slowmo("replica", base=AVERAGE, sync_every=4, shard_state=False)
 
 
 def step_of(optimizer, replicas=2, **options):
@@ -52,9 +50,3 @@ def test_chains_in_order_are_taken():
 
 
 # Whose state this is
-
-
-def test_who_moves_is_said_by_the_class_of_the_state():
-    for tx in (AVERAGE, WHOLE, js.only_finite(WHOLE)):
-        state = (optax.EmptyState(), tx.init(PARAMS))
-        assert [holds_state(state, moves) for moves in ("parameters", "gradients")] == [True, False]

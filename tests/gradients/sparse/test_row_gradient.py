@@ -62,17 +62,6 @@ def test_half_precision_is_summed_in_float32():
         assert dense[0, 0] == 4096  # one after the other in bfloat16, 1s stop adding at 256
 
 
-def test_rows_of_a_dense_gradient():
-    dense = jnp.zeros((6, 2)).at[1, 1].set(-0.5).at[4, 0].set(jnp.nan)
-    row_gradient = jax.jit(js.sparse.row_gradient, static_argnames="capacity")
-    found, distinct, overflow = row_gradient(dense, capacity=3)
-    assert (found.rows.tolist(), int(distinct), int(overflow)) == ([1, 4, 6], 2, 0)
-    np.testing.assert_array_equal(found.to_dense(), dense)
-    short = row_gradient(dense, capacity=1)
-    assert short.overflow == 1
-    assert np.isnan(short.gradient.values).all()
-
-
 # Looking up
 
 
@@ -128,11 +117,3 @@ def test_rows_that_are_missing_are_nan(tokens, looked_up, capacity):
     value, grads = jax.jit(sparse)({"t": jnp.ones((4, 2))}, jnp.array(looked_up))
     assert np.isnan(value)
     assert np.isfinite(grads["t"].to_dense()).all()
-
-
-def test_overflow_of_gathered_rows_is_counted():
-    found = js.sparse.gather_rows(jnp.ones((9, 2)), jnp.array([8, 1, 1, 5]), capacity=2)
-    assert found.overflow == 1
-    assert found.touched.rows.tolist() == [1, 5]
-    assert found.positions.tolist() == [2, 0, 0, 1]
-    assert found.touched.shape == (9, 2)

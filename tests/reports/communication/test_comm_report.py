@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxslowmo.reports._comm_report import CommReport, CommRow, comm_report, comm_report_of
+from jaxslowmo.reports._comm_report import CommReport, CommRow, comm_report
 
 ROWS = jax.ShapeDtypeStruct((64, 16), jnp.float32)
 BLOCK = 8 * 16 * 4  # bytes of one device's share of ROWS
@@ -92,28 +92,6 @@ def test_loops_multiply_and_those_of_unknown_length_count_once(mesh_of):
     assert "unknown length" in str(report)
 
 
-def test_a_compiled_program_reports_what_was_compiled(mesh_of):
-    mesh = mesh_of({"replica": 2, "device": 4})
-
-    def step(x, t):
-        x = lax.psum(x, "device")
-
-        def slow(x):
-            with jax.named_scope("phase:slow"):
-                return lax.psum(x, "replica")
-
-        return lax.cond(t.sum() > 0, slow, lambda x: x, x)
-
-    lowered = jax.jit(mapped(step, mesh, inputs=2)).lower(ROWS, ROWS)
-    both = comm_report_of(lowered)
-    for options in ({}, {"mesh": mesh, "compile": False}):
-        report = comm_report_of(lowered.compile(), **options)
-        assert report.levels == ("compiled",)
-        assert report.kinds == both.kinds == ("local", "slow")
-        assert report.axes == both.axes == ("replica", "device")
-        assert list(report.rows) == [row for row in both.rows if row.level == "compiled"] != []
-
-
 # Questions asked of a report, and its two written forms
 
 
@@ -148,15 +126,6 @@ def test_sums():
     assert REPORT.count(kind="slow") == 10
     assert REPORT.bytes(kind="slow", collective="reduce-scatter") == 1000
     assert REPORT.count(kind="idle") == 0
-
-
-def test_an_axis_covers_collectives_that_cross_it_among_others():
-    assert REPORT.count(kind="slow", axis="replica") == 4
-    assert REPORT.count(kind="slow", axis="device") == 9
-    for both in ("device,replica", ("replica", "device")):
-        assert REPORT.count(kind="slow", axis=both) == 3
-    assert REPORT.count(kind="local", axis="replica") == 0
-    assert REPORT.count(kind="local", axis="?") == 0
 
 
 def test_table():

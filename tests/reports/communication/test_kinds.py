@@ -154,13 +154,3 @@ def test_a_traced_step_lists_the_kinds_that_occur(name):
     state = step.init({f"w{i}": jnp.ones(3) for i in range(4)})
     kinds = js.comm_report(step, state, jnp.ones(4)).kinds
     assert {kind.replace(" ", "_") for kind in kinds} == {*wanted.split()}
-
-
-def test_kinds_of_ones_own_loop_are_those_of_the_schedule_that_it_names():
-    """A slow step replaces an average."""
-    base, params = js.local_sgd(AXIS, sync_every=2), {"a": jnp.ones((2, 64))}
-    sync = js.slowmo(AXIS, base=base, sync_every=4)
-    state = jax.vmap(sync.init, axis_name=AXIS)(params)
-    update = jax.vmap(lambda p, state: sync.update(p, state, p), axis_name=AXIS)
-    report = comm_report_of(jax.jit(update).trace(params, state), compile=False, sync=sync)
-    assert set(report.kinds) == {js.spec.phase_name(phase) for phase in sync.phases()}

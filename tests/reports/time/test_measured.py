@@ -102,17 +102,6 @@ def test_the_table_and_the_file_of_a_report(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(expected))
 
 
-def test_a_jitted_function_on_one_device():
-    fn = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w))
-    step = js.reports.measured(fn, rate=1)
-    assert "0 steps, 0 measured" in str(step.report())
-    np.testing.assert_array_equal(step(PARAMS["a"], BATCH), fn(PARAMS["a"], BATCH))
-    report = step.report()
-    assert (report.measured, report.last.communication_time) == ((1,), 0)
-    assert report.last.backward_compute_time > 0
-    assert (report.buckets, report.ready_order, report.num_devices) == ((), None, 1)
-
-
 def test_while_another_trace_runs_steps_are_missed(tmp_path):
     step = js.reports.measured(jax.jit(lambda x: 2 * x), rate=1)
     with jax.profiler.trace(str(tmp_path)), pytest.warns(UserWarning, match="another trace"):
