@@ -121,6 +121,8 @@ def check(name, mesh, mode="traced"):
             assert summed(rows(found, kind)) == wanted, kind
     if "local" in found.kinds:
         assert rows(found, "local") == set()
+    if sent.get("slow") == sharded():
+        assert found.bytes(kind="slow", content="padding") == 2 * (PADDED - CUT)
     assert mode == "traced" or set(found.kinds) - {"local"} == set(sent)
 
 

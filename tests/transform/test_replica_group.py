@@ -12,13 +12,8 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.transform import split_dimension
 from jaxslowmo.tree import noted_buffers
-from support.limits import TAKES_EMPTY_ARRAYS
 
 REPLICAS = 4
-SHAPES = {"cut": (8, 3), "empty": (0, 4), "last": (3, 2, 4), "scalar": (), "whole": (3,)}
-BLOCKS = {"cut": (2, 3), "empty": (0, 4), "last": (3, 2, 1), "scalar": (), "whole": (3,)}
-if not TAKES_EMPTY_ARRAYS:
-    del SHAPES["empty"], BLOCKS["empty"]
 RNG = np.random.default_rng(0)
 
 
