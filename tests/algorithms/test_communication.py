@@ -2,13 +2,10 @@
 
 import functools
 
-import jax
-import numpy as np
 import pytest
 
 import jaxslowmo as js
-from support.executions import lift
-from support.reports import FLOAT32_BYTES, HALF_BYTES, PARAMS, SLOW_BYTES, report, rows
+from support.reports import FLOAT32_BYTES, HALF_BYTES, SLOW_BYTES, report, rows
 from support.transforms import BFLOAT16, FLOAT16, IRREGULAR
 
 NODES = 4
@@ -165,34 +162,3 @@ def test_each_group_of_nested_ones_averages_over_its_axes(mesh_of):
         ("average device", "device", "all-reduce", 2, BYTES),
         ("average node,device", "node,device", "all-reduce", 2, BYTES),
     }
-
-
-def one_update(tx, params, mesh, phase, told=None):
-    """Return what an update of this phase sends in a loop of the user's own."""
-
-    def step(params, number):
-        extra = {} if told is None else {told: number}
-        return tx.update(params, tx.init(params), params, phase=(phase,), **extra)[0]
-
-    stacked = jax.tree.map(lambda s: jax.ShapeDtypeStruct((NODES, *s.shape), s.dtype), params)
-    number = jax.ShapeDtypeStruct((NODES,), np.float32)
-    program = lift(step, {"replica": NODES}, "shard_map", (False, False)).lower(stacked, number)
-    return rows(js.comm_report_of(program, mesh=mesh, compile=False), phase)
-
-
-WITH_RATE = slow(base=local(), shard_state=False, learning_rate="optimizer")
-
-
-@pytest.mark.parametrize(
-    ("tx", "phase", "told", "alone", "more"),
-    [
-        (local(), "average", "weight", AVERAGE, 8),
-        (diloco(shard_state=False), "slow", "weight", WHOLE, 4),
-        (WITH_RATE, "slow", "learning_rate", WHOLE, 8),
-    ],
-)
-def test_a_weight_travels_ahead_and_so_does_a_rate(tx, phase, told, alone, more, mesh_of):
-    """8 bytes of a weight where the largest one is asked, 4 where only their sum is."""
-    ((_, count, size),) = one_update(tx, PARAMS, mesh_of({"replica": NODES}), phase, told)
-    ((_, count_alone, size_alone),) = alone
-    assert (count, size) == (count_alone + 1, size_alone + more)

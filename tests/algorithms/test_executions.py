@@ -81,26 +81,17 @@ def slow(momentum=0.5, **options):
     return oracle.Outer(4, momentum, gamma=lambda t: RATES[t], **options)
 
 
-def by_step(graph, step):
-    """Other shares in every exchange of a rotation."""
-    return js.topology.self_weighted(0.3 + 0.2 * (step % 2))(graph, step)
-
-
 RING = js.topology.ring(NODES, peers_per_step=2)
 CASES = {
     "local_sgd": Case(*average(bucket_bytes=64)),
     "slowmo": Case(*average(), slow()),
-    "slowmo nesterov": Case(*average(), slow(0.8, rate=0.7, nesterov=True), {"bucket_bytes": 512}),
     "slowmo inexact": Case(*average(), slow(exact=False)),
     "diloco": Case(None, {}, oracle.Outer(4, 0.9, 0.7, nesterov=True)),
     "noloco with a pull": Case(*pairs(0.9, bucket_bytes=64)),
     "sparta": Case(*sample(1, bucket_bytes=64)),
-    "sparta rarely": Case(*sample(2, 0.5, seed=7)),
     "sgp ring": Case(*gossip(RING, push_sum=False, bucket_bytes=64)),
     "sgp irregular later": Case(*gossip(IRREGULAR, UNEVEN, overlap=3)),
-    "sgp by step later": Case(*gossip(mixing=by_step, overlap=2)),
     "slow late": Case(*gossip(overlap=1, bucket_bytes=64), slow()),
-    "slow irregular": Case(*gossip(IRREGULAR), slow()),
     "slow irregular whole": Case(
         *gossip(IRREGULAR, UNEVEN, overlap=2), slow(), {"shard_state": False}
     ),

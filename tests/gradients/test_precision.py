@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from jaxslowmo.gradients.precision import ScaleRule, apply_policy, check_nesting
-from jaxslowmo.tracing import as_full_loss
+from jaxslowmo.gradients.precision import ScaleRule, check_nesting
 from support.executions import lift
 from support.promotion import promoting
 
@@ -249,28 +248,3 @@ def test_all_real_floating_leaves_are_cast_but_those_that_are_kept(keep, kept):
     assert found == [(is_kept, not is_kept) for is_kept in kept]
     assert dtypes([cast["host"], cast["number"]]) == ["float16"] * 2
     assert all(cast[same] is TREE[same] for same in ("rows", "key", "wave"))
-
-
-def test_a_loss_computes_in_it_and_returns_float32():
-    seen = {}
-
-    def loss(params, batch, *, rng, model_state, embedded):
-        seen.update(given=dtypes((params, batch, embedded)), state=dtypes(model_state))
-        value = (params * batch["x"] * embedded).sum()
-        metrics = {"value": value, "count": batch["n"].sum()}
-        return value, (metrics, {"mean": value, "steps": model_state["steps"] + 1})
-
-    cast = apply_policy(js.gradients.Policy("bfloat16", keep="n*"), as_full_loss(loss))
-    x, steps = jnp.float32([1.001, 2.0]), {"mean": jnp.float32(0.5), "steps": jnp.int32(3)}
-    batch = {"x": x, "n": jnp.float32([1, 2])}
-
-    def full(params):
-        return cast(params, batch, rng=jax.random.key(0), model_state=steps, embedded=x)
-
-    (value, (metrics, after)), grads = jax.value_and_grad(full, has_aux=True)(x)
-    assert seen["given"] == ["bfloat16", "float32", "bfloat16", "bfloat16"]
-    assert seen["state"] == ["float32", "int32"]
-    assert dtypes((value, metrics, after)) == ["float32", "float32", "float32", "float32", "int32"]
-    assert grads.dtype == jnp.float32
-    np.testing.assert_array_equal(grads, [1.0, 4.0])  # 1.001 is 1 in bfloat16
-    assert after["steps"] == 4

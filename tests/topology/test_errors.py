@@ -1,15 +1,12 @@
 """Graphs, mixings and analyses that cannot work are refused, by the argument that is wrong."""
 
 import math
-from functools import partial
 
 import numpy as np
-import pytest
 
 from jaxslowmo import topology
 from jaxslowmo.topology import Graph, analyse, exchange_rounds, from_phone_book, make_graph
 from support.refusals import Refusal, each
-from topology.graphs import NAMED, PAIRED, comes_round
 
 RING = topology.ring(3)
 HALVES = np.array([[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 0.5, 0.5]])
@@ -66,21 +63,3 @@ ROWS = {
 @each(ROWS)
 def test_refused(refusal):
     refusal.check()
-
-
-@pytest.mark.parametrize("name", NAMED)
-def test_numbers_of_nodes_and_peers_of_every_graph(name):
-    make = NAMED[name]
-    Refusal(partial(make, 0), "`num_nodes`", 0).check()
-    Refusal(partial(make, 8, peers_per_step=0), "`peers_per_step`", 0).check()
-    if name in PAIRED:
-        Refusal(partial(make, 5), f"{name}: `num_nodes`", 5).check()
-    for peers in range(1, 9):
-        if name == "npeer_directed_exponential":
-            fits = peers < 8 and not comes_round(8, peers)
-        else:  # random matchings are as many as are asked for
-            fits = name == "random_matching" or peers <= min(map(len, make(8).phone_book))
-        if fits:
-            make(8, peers_per_step=peers)
-        else:
-            Refusal(partial(make, 8, peers_per_step=peers), "`peers_per_step`", peers).check()

@@ -63,19 +63,6 @@ def test_as_if_the_parameter_were_not_there(name):
         assert np.array_equal(x, before if belongs else expected), path
 
 
-def test_a_single_leaf_is_not_taken_for_a_count():
-    tx = js.gradients.skip_unused(optax.adam(0.1), "replica")
-
-    def run(p):
-        _, state = tx.update(p, tx.init(p), p)
-        return tx.update(jnp.zeros_like(p), state, p)
-
-    updates, state = replicas(run, jnp.ones(()))
-    assert not np.any(updates)
-    assert state.inner[0].count == 2
-    assert np.allclose(state.inner[0].mu, 0.1)
-
-
 def test_state_of_the_reduction_is_not_touched():
     """Also where it looks like the parameters."""
 

@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.reports._comm_report import comm_report, comm_report_of
+from jaxslowmo.reports._comm_report import comm_report_of
 
 X = jax.ShapeDtypeStruct((64,), jnp.float32)
 T = jax.ShapeDtypeStruct((), jnp.int32)
@@ -46,41 +46,6 @@ def mapped(mesh_of):
         return jax.shard_map(fn, mesh=mesh, check_vma=False, **specs)
 
     return build
-
-
-def nested(x, t):
-    x = lax.ppermute(x, "replica", [(0, 1)])
-    rest = lambda x: lax.cond(t % 2 == 0, average, same, x)  # noqa: E731
-    return lax.cond(t % 4 == 0, slow, rest, x)
-
-
-class ByPhase:
-    """A step with one program per phase, as a host-scheduled step has."""
-
-    def __init__(self, programs):
-        self.programs = programs
-
-    def traced_by_phase(self, *args):
-        return {kind: jax.jit(fn).trace(*args) for kind, fn in self.programs.items()}
-
-
-def test_nested_conditionals_and_host_scheduled_programs_agree(mapped):
-    def with_base(exchange):
-        return mapped(lambda x, t: exchange(lax.ppermute(x, "replica", [(0, 1)])))
-
-    programs = {"local": with_base(same), "average": with_base(average), "slow": with_base(slow)}
-    for report in (comm_report(mapped(nested), X, T), comm_report(ByPhase(programs), X, T)):
-        assert report.kinds == ("local", "average", "slow")
-        for level in ("emitted", "compiled"):
-            counts = {
-                kind: {r.collective: r.count for r in report.select(kind=kind, level=level)}
-                for kind in report.kinds
-            }
-            assert counts == {
-                "local": {"collective-permute": 1},
-                "average": {"collective-permute": 1, "all-reduce": 1},
-                "slow": {"collective-permute": 1, "reduce-scatter": 1, "all-gather": 1},
-            }
 
 
 def when(period, phase, otherwise=same):
