@@ -3,10 +3,8 @@
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.gradients.precision import check_nesting
 from support.bad_input import one_update, trace
 from support.refusals import Refusal, each
 from support.wrong import wrong
@@ -40,12 +38,6 @@ REDUCER = {
     "two dtypes": Refusal(lambda: buckets(["b", "half"], ["w"]), "dtype", "bfloat16"),
     "fewer buckets than dtypes": Refusal(lambda: reduced(max_buckets=1), "`max_buckets`", 2),
     "half": Refusal(lambda: reduced(HOOKS.fp16_compress()), "fp16_compress", "bfloat16 (half)"),
-    "a weight in a sum": Refusal(
-        lambda: trace(
-            one_update(js.gradients.accumulate(SGD, 2, average=False), weight=1.0), PARAMS
-        ),
-        "`weight`",
-    ),
 }
 
 
@@ -58,7 +50,6 @@ SKIP_UNUSED = {
     "a state of no parameters": Refusal(lambda: skip(optax.sm3(0.1)), "tree['b']"),
 }
 
-GRADIENT = js.sparse.RowGradient(jnp.array([1, 2]), jnp.ones((2, 3)), 4)
 ROWS, VALUES = jnp.zeros((4, 2), jnp.int32), jnp.ones((4, 2, 3))
 
 
@@ -75,45 +66,19 @@ def rows_update(leaf=lambda r, v: js.sparse.RowGradient(r, v, 4), weight=None, *
     return jax.eval_shape(jax.vmap(step, axis_name="replica"), ROWS, VALUES)
 
 
-def on_four(update, values):
-    """Trace an update of gradients that are typed as equal on all devices."""
-    mesh = js.make_mesh({"axis": 4})
-    fn = jax.shard_map(update, mesh=mesh, in_specs=P(), out_specs=P())
-    return jax.eval_shape(fn, values)
-
-
-def summed_leaves(values):
-    tx = js.all_reduce_gradients("axis")
-    return tx.update({"w": values}, tx.init({"w": values}))[0]
-
-
-def coalesced(**options):
-    return js.sparse.coalesce(GRADIENT, **options)
-
-
 SPARSE = {
     **wrong(rows_option, capacity=0, path="fast", output="sparse", divide_by="all", axis_name=3),
     **wrong(rows_update, axis_name="nodes"),
-    **wrong(coalesced, capacity=0),
     "no leaf": Refusal(lambda: rows_update(tables=("emb",)), "'emb'", "'t'"),
     "an integer table": Refusal(lambda: rows_update(lambda r, v: r), "t", "int32"),
-    "leaves that jax has summed": Refusal(
-        lambda: on_four(summed_leaves, VALUES[0]), "w (over 'axis')", "pcast"
-    ),
 }
 
 SCALED = js.dynamic_loss_scale(SGD, initial=8.0)
-MASK = {"b": True, "half": True, "w": False}
 
 
 def scaling(optimizer=SGD, **options):
     """Make a loss scale, its state and an update."""
     return trace(one_update(js.dynamic_loss_scale(optimizer, **options)), PARAMS)
-
-
-def inside(around):
-    """Look for a loss scale inside of this."""
-    return check_nesting((around.init(PARAMS),))
 
 
 PRECISION = {
@@ -122,7 +87,6 @@ PRECISION = {
     **wrong(js.gradients.Policy, compute="float64"),
     "parameters": Refusal(lambda: scaling(js.local_sgd("replica")), "`optimizer`", "Parameter"),
     "two scales": Refusal(lambda: scaling(SCALED), "`optimizer`", "another"),
-    "hidden": Refusal(lambda: inside(optax.masked(SCALED, MASK)), "masked"),
     "a name that is nowhere": Refusal(
         lambda: js.gradients.Policy(keep=("a", "x")).check_names({"a": 1.0}, {"b": 1.0}),
         "`keep`",

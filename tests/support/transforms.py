@@ -35,6 +35,9 @@ TRANSFORMS = {
     "all_reduce_gradients top_k": lambda: js.all_reduce_gradients(
         "replica", hook=js.hooks.top_k(0.2)
     ),
+    "all_reduce_gradients powersgd": lambda: js.all_reduce_gradients(
+        "replica", hook=js.hooks.powersgd(1, 2, min_compression_rate=0.1)
+    ),
     "demo": lambda: js.demo("replica", compression_decay=0.9, top_k=2, chunk=3),
     "accumulate": lambda: js.gradients.accumulate(js.all_reduce_gradients("replica"), every=2),
     "hierarchical_local_sgd": lambda: js.hierarchical_local_sgd({"replica": 2}),
