@@ -57,9 +57,6 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-# Replicas without data, whose optimizers have not counted on
-
-
 @pytest.mark.parametrize(
     ("where", "idle"), [("whole", range(2, STEPS + 1)), ("inexact", (4, 7, 8))]
 )

@@ -1,4 +1,4 @@
-"""Groups of replicas: how leaves are cut into blocks, and the verbs against NumPy."""
+"""Groups of replicas: how leaves are cut into blocks, and what large leaves are sent in."""
 
 import math
 

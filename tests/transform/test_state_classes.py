@@ -1,4 +1,4 @@
-"""What the class of a state says: to whom it belongs, and what must come last in a chain."""
+"""What the class of a state says: what must come last in a chain."""
 
 import jax
 import numpy as np
@@ -47,6 +47,3 @@ def test_chains_in_order_are_taken():
     step_of(SGD, sync=AVERAGE).init(PARAMS)
     with pytest.raises(ValueError, match=r"after .*ExchangeState"):
         step_of(WRONG_CHAIN).init(PARAMS)
-
-
-# Whose state this is

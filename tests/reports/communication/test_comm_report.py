@@ -85,7 +85,7 @@ def test_loops_multiply_and_those_of_unknown_length_count_once(mesh_of):
     assert "unknown length" in str(report)
 
 
-# Questions asked of a report, and its two written forms
+# A report as a table
 
 
 def row(kind, axis, collective, level, count, nbytes, **more):

@@ -178,14 +178,8 @@ def test_traces_of_gpus_have_streams_of_kernels():
             ("XLA Modules", [("jit_f", 0, 40, of("jit_f"))]),
         ],
     )
-    found = read(gpu)
-    assert found == {
+    assert read(gpu) == {
         ("/device:GPU:0", "fusion.1", 0, 20),
         ("/device:GPU:0", "ar-start", 10, 28),
         ("/device:GPU:0", "MemcpyH2D", 0, 5),
     }
-    spans = [DeviceOp(d, a, b, name, is_ours=name != "MemcpyH2D") for d, name, a, b in found]
-    measured = step_times(spans, StepProgram(TEXT), 1.0)
-    assert measured.communication["gradients"] == pytest.approx(18e-9)
-    assert measured.overlap_time == pytest.approx(10e-9)
-    assert measured.other_compute_time == 0

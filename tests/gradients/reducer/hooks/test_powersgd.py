@@ -1,4 +1,4 @@
-"""PowerSGD: what it computes, remembers, refuses and sends."""
+"""PowerSGD: what it compresses and draws, and overflows; `test_golden.py` has what it computes."""
 
 from typing import Any
 
