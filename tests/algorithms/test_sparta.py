@@ -53,14 +53,6 @@ def test_one_element_of_every_block_becomes_the_mean_and_no_other_changes(
     assert all(np.sum((at >= x) & (at < x + block)) == 1 for x in inside)
 
 
-def test_all_elements_are_drawn_equally_often_also_at_the_end_of_a_leaf():
-    count, size, block = 1000, 13, 5
-    places = np.concatenate([drawn(t, size, block=block) for t in range(1, count + 1)])
-    times = np.bincount(places, minlength=size)
-    # Six deviations of a binomial distribution of probability 1 / 5.
-    assert np.all(np.abs(times - count / block) < 6 * np.sqrt(count * 0.16))
-
-
 CASES = cases("sparta.npz")
 
 

@@ -103,3 +103,12 @@ def test_rows_are_clipped_and_integers_are_not():
     np.testing.assert_allclose(clipped["table"].to_dense(), state.clip_factor * dense, rtol=1e-6)
     np.testing.assert_array_equal(clipped["table"].rows, rows.rows)
     np.testing.assert_array_equal(clipped["steps"], [7])
+
+
+def test_tied_parameters_count_once():
+    table, own = np.arange(6, dtype="f4").reshape(2, 3), np.ones((2, 5), "f4")
+    nothing, specs = np.zeros_like(table), dict.fromkeys(("embed", "head", "own"), P("stage"))
+    grads = {"embed": np.stack([table, nothing]), "head": np.stack([nothing, table]), "own": own}
+    tx = js.clip_by_global_norm(1e-3, MODEL, tied=[{0: "embed", 1: "head"}])
+    _, state = program(tx, specs)(grads)
+    np.testing.assert_allclose(state.norm, norm_of([table, own], 2), rtol=1e-6)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from support.bad_input import one_update
+from support.bad_input import one_update, trace
 from support.executions import lift
 
 WORLD = 4
@@ -92,3 +92,20 @@ def test_what_each_hook_sends(hook, kind, count, sent, dtype):
     assert {(r.collective, r.dtypes) for r in rows} == (
         {("all-reduce", (dtype,))} if dtype else set()
     )
+
+
+def test_a_hook_sees_what_is_in_its_bucket():
+    seen = []
+
+    def look(bucket):
+        seen.append(bucket)
+        return jax.lax.pmean(bucket.flat, bucket.axis_name)
+
+    grads = {"a": np.ones((4, 40, 50), np.float32), "b": np.ones((4, 3), np.float32)}
+    layout = {"bucket_bytes": 4096, "first_bucket_bytes": 12, "split_large": True}
+    tx = js.all_reduce_gradients("replica", hook=js.hooks.stateless(look), **layout)
+    trace(one_update(tx), grads)
+    named = [[(p.name, p.start, p.stop, p.is_whole) for p in b.pieces] for b in seen]
+    assert named == [[("b", 0, 3, True)], [("a", 0, 1024, False)], [("a", 1024, 2000, False)]]
+    assert [(b.index, b.is_last) for b in seen] == [(0, False), (1, False), (2, True)]
+    assert [p.part_shape for b in seen for p in b.pieces] == [(3,), (1024,), (976,)]

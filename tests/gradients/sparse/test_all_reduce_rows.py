@@ -146,13 +146,6 @@ def test_rows_are_two_all_gathers(options):
     assert rows_of(found, "every") == gathered(ENTRIES, 3 if "weighted" in options else 2)
 
 
-def test_a_table_is_one_all_reduce():
-    assert rows_of(report(True, path="dense"), "every") == {
-        ("all-reduce", 1, 1000 * ROW_BYTES),
-        ("all-gather", 1, REPLICAS * 4 * 3),
-    }
-
-
 def test_with_a_capacity_fewer_rows_are_sent_and_more_where_it_does_not_suffice():
     found = report(capacity=2)
     assert set(found.kinds) == {"local", "overflow"}

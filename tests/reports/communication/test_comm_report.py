@@ -1,5 +1,7 @@
 """Counts and bytes of real programs, emitted and compiled on eight CPU devices."""
 
+import json
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -119,3 +121,14 @@ def test_table():
         "slow replica,device all-gather 3 10 10 0 0 0 loop",
         "idle - (no communication) 0 0 0 0 0 0",
     ]
+
+
+def test_an_axis_covers_collectives_that_cross_it_among_others_and_json_has_all():
+    assert REPORT.count(kind="slow", axis="replica") == 4
+    assert REPORT.count(kind="slow", axis="device") == 9
+    for both in ("device,replica", ("replica", "device")):
+        assert REPORT.count(kind="slow", axis=both) == 3
+    assert REPORT.wire_bytes(kind="local", content="gradients") == 6_000_000
+    read = json.loads(REPORT.to_json())
+    assert set(read) == {"rows", "kinds", "axes", "levels", "state"}
+    assert read["rows"][0]["wire_bytes"] == 6_000_000

@@ -69,10 +69,11 @@ def test_results_add_up_to_the_means():
             np.testing.assert_allclose(sizes[157], both, atol=1e-4)
 
 
-def test_random_rounding_is_right_on_average_and_buckets_draw_apart():
+@pytest.mark.parametrize("name", MAKERS)
+def test_random_rounding_is_right_on_average_and_buckets_draw_apart(name):
     """Over 300 updates that differ only by their number."""
     x = np.random.default_rng(1).normal(size=(REPLICAS, 48)).astype(np.float32)
-    hook = js.hooks.int8(block_size=16, error_feedback=False, stochastic_rounding=True)
+    hook = MAKERS[name](block_size=16, error_feedback=False, stochastic_rounding=True)
     tx = js.all_reduce_gradients("replica", hook=hook, first_bucket_bytes=0)
 
     def reduced(number, x):
