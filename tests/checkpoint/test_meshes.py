@@ -28,7 +28,6 @@ PLACES = {
     "turned": ({"replica": 2, "fsdp": 4}, TURNED),
     "both": ({"replica": 2, "fsdp": 2, "tensor": 2}, BOTH),
     "virtual": ({"replica": 2}, {}),
-    "four replicas": ({"replica": 4, "fsdp": 2}, TURNED),
 }
 
 
@@ -79,7 +78,6 @@ def saved(mesh_of, tmp_path_factory):
     [
         ("fsdp", "turned", "slowmo"),  # the same mesh and shapes, and another layout
         ("virtual", "both", "diloco"),
-        ("fsdp", "four replicas", "slowmo"),
     ],
 )
 def test_a_run_goes_on_on_another_mesh(old, new, sync, saved, mesh_of):
@@ -87,10 +85,6 @@ def test_a_run_goes_on_on_another_mesh(old, new, sync, saved, mesh_of):
     run = Placed(new, sync, mesh_of)
     found = Checkpoints(folder).restore(run.step, run.params)
     now = run.values(found.state)
-    if new == "four replicas":
-        assert not found.is_exact
-        jax.tree.map(np.testing.assert_array_equal, now[2:], then[2:])
-        return
     assert found.is_exact
     assert found.notes == ()
     jax.tree.map(np.testing.assert_array_equal, now, then)

@@ -32,13 +32,13 @@ SYNCS = {
 class Staged(Run):
     """A step of the language model on some stages, or on none."""
 
-    def __init__(self, place, sync, mesh_of, *, replicas=2, model=MODEL, layers=LAYERS):
+    def __init__(self, place, sync, mesh_of, *, model=MODEL, layers=LAYERS):
         self.params, self.unstack = layers, lambda tree: tree
         loss_fn = model
-        mesh = mesh_of({"replica": replicas})
+        mesh = mesh_of({"replica": 2})
         if PLACES[place] is not None:
             schedule = js.schedules.by_name(*PLACES[place], 4, 2)
-            mesh = mesh_of({"replica": replicas, "stage": schedule.num_stages})
+            mesh = mesh_of({"replica": 2, "stage": schedule.num_stages})
             self.pipe = loss_fn = js.pipelined(model, layers, schedule, mesh=mesh)
             self.unstack = loss_fn.layout.unstack_like
         adam = optax.adamw(1e-2)
