@@ -1,4 +1,4 @@
-"""`js.sparta`: the elements that it draws, weights, recorded runs of EXO Gym,"""
+"""`js.sparta`: the elements that it draws, weights, recorded runs of EXO Gym."""
 
 import functools
 

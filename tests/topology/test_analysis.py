@@ -1,4 +1,4 @@
-"""What `analyse` says of a graph, against direct products, closed forms and simulation."""
+"""What `analyse` says of a graph, against direct products and a simulation."""
 
 import itertools
 

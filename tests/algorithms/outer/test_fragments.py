@@ -1,4 +1,4 @@
-"""Fragments: what of a model is one, also of a pipeline."""
+"""Fragments: how a model is divided."""
 
 import itertools
 
