@@ -2,24 +2,19 @@
 
 import functools
 
-import jax
-import numpy as np
 import pytest
 
 import jaxslowmo as js
-from support.executions import lift
-from support.reports import FLOAT32_BYTES, HALF_BYTES, PARAMS, SLOW_BYTES, report, rows
-from support.transforms import BFLOAT16, FLOAT16, IRREGULAR
+from support.reports import FLOAT32_BYTES, HALF_BYTES, SLOW_BYTES, report, rows
+from support.transforms import FLOAT16, IRREGULAR
 
 NODES = 4
 BYTES = FLOAT32_BYTES + HALF_BYTES
-NARROW = FLOAT32_BYTES // 2 + HALF_BYTES
 # Of a sharded slow step: the nodes divide a dimension of "embedding" and "kernel", and their rows
 # are whole tiles of 8 KiB.
 CUT = 4 * (96 * 64 + 64 * 33)
 PADDED = NODES * 8192 * -(-CUT // (NODES * 8192))
 REST = SLOW_BYTES - CUT
-UNEVEN = js.topology.self_weighted([0.3, 0.5, 0.65, 0.4])
 
 # Each is (collective, number, bytes).
 AVERAGE = {("all-reduce", 2, BYTES)}  # one buffer per dtype
@@ -63,10 +58,6 @@ INEXACT = {"average": AVERAGE, "average+slow": AVERAGE}
 # By the events of an update; an update with none sends nothing.
 SENT = {
     "local_sgd": (local(), {"average": AVERAGE}),
-    "local_sgd in buckets": (local(bucket_bytes=8192), {"average": {("all-reduce", 4, BYTES)}}),
-    "local_sgd in 16 bits": (
-        local(codec=js.codecs.float16()), {"average": {("all-reduce", 2, NARROW)}}
-    ),
     "local_sgd with error feedback": (local(codec=FLOAT16), {"average": coded(FLOAT16)}),
     "slowmo": (slow(base=local()), {"average": AVERAGE, "slow": sharded()}),
     "slowmo whole": (slow(base=local(), shard_state=False), {"average": AVERAGE, "slow": WHOLE}),
@@ -87,16 +78,11 @@ SENT = {
     ),
     # Of every 50 elements of a leaf one, in one buffer for each dtype.
     "sparta": (js.sparta("replica", share=0.02), {"sample": {("all-reduce", 2, TWO_PERCENT)}}),
-    "sgp in 16 bits": (sgp(graph=RING, codec=BFLOAT16), {"round 0": permutes(1, False, NARROW)}),
     # All nodes keep the same share, so all weights move alike, and nobody sends them.
     "sgp later": (sgp(overlap=3), rounds(1)),
     "sgp irregular": (OVER_IRREGULAR, rounds(2, True)),
     # With the sum of w, 4 bytes.
     "slow irregular": (slow(base=OVER_IRREGULAR), rounds(2, True, slow=sharded(1))),
-    "slow uneven later": (
-        slow(base=sgp(mixing=UNEVEN, overlap=2), shard_state=False),
-        rounds(1, True, slow={("all-reduce", 2, SLOW_BYTES + 4)}),
-    ),
     "slow irregular inexact": (
         slow(base=OVER_IRREGULAR, exact_average=False),
         rounds(2, True) | {"round 1+slow": permutes(2, True)},
@@ -121,6 +107,8 @@ def check(name, mesh, mode="traced"):
             assert summed(rows(found, kind)) == wanted, kind
     if "local" in found.kinds:
         assert rows(found, "local") == set()
+    if sent.get("slow") == sharded():
+        assert found.bytes(kind="slow", content="padding") == 2 * (PADDED - CUT)
     assert mode == "traced" or set(found.kinds) - {"local"} == set(sent)
 
 
@@ -132,11 +120,6 @@ def test_what_one_program_for_all_updates_sends(name, mesh_of):
 @pytest.mark.parametrize("name", BY_THE_HOST)
 def test_what_each_program_sends_where_the_host_schedules(name, mesh_of):
     check(name, mesh_of({"replica": NODES}), "host")
-
-
-def test_meshes_without_devices_and_with_explicit_axes_send_the_same(mesh_of):
-    check("slowmo", js.virtual_mesh({"replica": 4}))
-    check("sgp irregular", mesh_of({"replica": 4}, explicit=True))
 
 
 @pytest.mark.parametrize(
@@ -168,40 +151,3 @@ def test_each_group_of_nested_ones_averages_over_its_axes(mesh_of):
         ("average device", "device", "all-reduce", 2, BYTES),
         ("average node,device", "node,device", "all-reduce", 2, BYTES),
     }
-
-
-def one_update(tx, params, mesh, phase, told=None):
-    """Return what an update of this phase sends in a loop of the user's own."""
-
-    def step(params, number):
-        extra = {} if told is None else {told: number}
-        return tx.update(params, tx.init(params), params, phase=(phase,), **extra)[0]
-
-    stacked = jax.tree.map(lambda s: jax.ShapeDtypeStruct((NODES, *s.shape), s.dtype), params)
-    number = jax.ShapeDtypeStruct((NODES,), np.float32)
-    program = lift(step, {"replica": NODES}, "shard_map", (False, False)).lower(stacked, number)
-    return rows(js.comm_report_of(program, mesh=mesh, compile=False), phase)
-
-
-WITH_RATE = slow(base=local(), shard_state=False, learning_rate="optimizer")
-
-
-@pytest.mark.parametrize(
-    ("tx", "phase", "told", "alone", "more"),
-    [
-        (local(), "average", "weight", AVERAGE, 8),
-        (diloco(shard_state=False), "slow", "weight", WHOLE, 4),
-        (WITH_RATE, "slow", "learning_rate", WHOLE, 8),
-    ],
-)
-def test_a_weight_travels_ahead_and_so_does_a_rate(tx, phase, told, alone, more, mesh_of):
-    """8 bytes of a weight where the largest one is asked, 4 where only their sum is."""
-    ((_, count, size),) = one_update(tx, PARAMS, mesh_of({"replica": NODES}), phase, told)
-    ((_, count_alone, size_alone),) = alone
-    assert (count, size) == (count_alone + 1, size_alone + more)
-
-
-def test_leaves_without_elements_are_not_sent(mesh_of):
-    params = {"a": jax.ShapeDtypeStruct((3,), "f4"), "no": jax.ShapeDtypeStruct((0, 2), "f2")}
-    sent = one_update(sgp(graph=RING), params, mesh_of({"replica": NODES}), "round 0")
-    assert sent == {("collective-permute", 1, 12)}

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from support.executions import lift
-from support.transforms import IRREGULAR, PARAMETER, TRANSFORMS, stacked
+from support.transforms import PARAMETER, TRANSFORMS, stacked
 
 AXES = {"replica": 4}
 SMALL = {"w": np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)}
@@ -183,17 +183,6 @@ def test_other_arrays_are_averaged_where_parameters_are(name):
         expected = mean if tx.phase(t) else expected
         np.testing.assert_allclose(others, expected, atol=1e-6)
     assert expected is mean
-
-
-@pytest.mark.parametrize("name", ["sgp on one round", "sgp later", "slowmo over sgp"])
-def test_gossip_mixes_other_arrays_at_once(name):
-    graph = js.topology.ring(4) if name == "sgp on one round" else IRREGULAR
-    p = js.topology.mixing_matrix(graph, None, 0)
-    seen = [others for _, others in others_of(TRANSFORMS[name]())]
-    np.testing.assert_allclose(seen[0], p @ SMALL["w"] / p.sum(1, keepdims=True), atol=1e-6)
-    if name == "slowmo over sgp":  # the fourth is an exact average
-        assert np.ptp(seen[2], axis=0).max() > 0.1
-        np.testing.assert_allclose(seen[3], np.broadcast_to(seen[3][0], (4, 3)), atol=1e-6)
 
 
 # Names of fields

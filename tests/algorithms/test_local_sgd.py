@@ -2,14 +2,11 @@
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxslowmo as js
-from support.golden_ddp import over_ranks
 
-AXES = {"node": 2, "device": 2}
 EVERYONE = ("node", "device")
 
 
@@ -33,20 +30,3 @@ def test_the_largest_due_group_averages(k, factor, start, offset):
         assert tx.phase(t) == (() if wanted is None else (wanted,))
         assert tx.due(t) == (wanted is not None)
     assert tx.due(jnp.asarray(counts)).tolist() == [bool(tx.phase(int(t))) for t in counts]
-
-
-def test_each_group_takes_its_mean():
-    tx = js.hierarchical_local_sgd({"device": 2, EVERYONE: 6})
-    start = np.float32([1, 2, 3, 10])
-
-    def run(x):
-        state, seen = tx.init(x), []
-        for _ in range(6):
-            updates, state = tx.update(jnp.zeros_like(x), state, x)
-            x = optax.apply_updates(x, updates)
-            seen.append(x)
-        return jnp.stack(seen)
-
-    seen = np.asarray(over_ranks(run, AXES, "shard_map")(start))
-    pairs, mean = np.float32([1.5, 1.5, 6.5, 6.5]), np.full(4, 4, np.float32)
-    np.testing.assert_array_equal(seen.T, [start, pairs, pairs, pairs, pairs, mean])

@@ -4,8 +4,6 @@ import jax
 import numpy as np
 import optax
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import jaxslowmo as js
 from support import oracle
@@ -20,21 +18,6 @@ matching = js.topology.random_matching
 def sync(graph=None, **options):
     graph = matching(REPLICAS, seed=1) if graph is None else graph
     return js.noloco("replica", **{"sync_every": 3, "graph": graph, **options})
-
-
-@given(st.integers(1, 5), st.integers(0, 3), st.sets(st.integers(1, 40)), st.integers(1, 40))
-def test_a_round_is_counted_where_it_takes_place(k, start, paused, t):
-    """Not in updates that are not due, nor in those that are skipped, however they are counted."""
-    schedule = js.every(k, start=start)
-    tx = sync(sync_every=schedule)
-    rounds = matching(REPLICAS, seed=1).num_rounds
-    exchanges = sum(bool(schedule(i)) and i not in paused for i in range(1, t))
-    local = {"exchanges": np.int32(exchanges)}
-    skipped = tx.algorithm.skip_count(local, t - 1)
-    assert skipped == sum(bool(schedule(i)) for i in paused if i < t)
-    wanted = (f"round {exchanges % rounds}",) if schedule(t) else ()
-    assert tx.algorithm.phase(t, skipped) == wanted
-    assert {*tx.phases()} == {tx.phase(i) for i in range(1, start + k * rounds + 1)}
 
 
 @pytest.mark.parametrize("scheduled", ["traced", "host"])

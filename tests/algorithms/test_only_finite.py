@@ -76,18 +76,6 @@ def test_all_axes_of_the_inner_transform_are_asked():
         assert diverged(state) == [1]
 
 
-def test_as_a_base_it_guards_the_slow_step_too():
-    base = js.only_finite(local())
-    sync = js.slowmo("replica", base=base, sync_every=4, momentum=0.5)
-    step, state = trained(sync, steps=0)
-    for _ in range(4):
-        state, _ = step(state, poisoned(2))
-    assert diverged(state) == [2]
-    assert np.asarray(state.exchange.local["base"]["refused"]).tolist() == [2] * 4
-    anchor = js.read_anchor(sync, state.exchange, state.params, mesh=step.mesh)
-    assert np.isfinite(anchor["w"][:2]).all()
-
-
 def test_rounds_of_gossip_follow_what_was_refused():
     """On the host, too, an exchange that is refused does not rotate the graph."""
     graph, runs = js.topology.directed_exponential(4), {}

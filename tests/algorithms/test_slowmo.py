@@ -35,24 +35,6 @@ def test_defaults_are_those_of_the_documentation():
 # Rates that change
 
 
-@given(
-    rates=st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=8),
-    momentum=st.floats(0, 0.99),
-    growing=st.booleans(),
-    nesterov=st.booleans(),
-)
-def test_rates_that_only_fall_or_only_grow_give_the_formula(rates, momentum, growing, nesterov):
-    """The steps are the paper's, in float64: m <- momentum * m + D / gamma, then -gamma * m."""
-    tx, m = js.slow_momentum(momentum, nesterov=nesterov), 0.0
-    state, random = tx.init(jnp.zeros(())), np.random.default_rng(0)
-    for gamma in sorted(rates, reverse=not growing):
-        d = random.normal()
-        m = momentum * m + d / gamma
-        step, state = tx.update(jnp.float32(d), state, learning_rate=jnp.float32(gamma))
-        ahead = momentum * m + d / gamma if nesterov else m
-        np.testing.assert_allclose(step, -gamma * ahead, rtol=1e-3, atol=1e-4)
-
-
 @given(exponents=st.lists(st.floats(-8, 0), min_size=2, max_size=30), momentum=st.floats(0, 0.99))
 def test_no_displacement_comes_back_larger_than_the_rate_allows(exponents, momentum):
     """One displacement at the first rate, none later: never above rate now / rate then, or 1."""

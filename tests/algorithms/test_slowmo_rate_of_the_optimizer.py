@@ -57,31 +57,6 @@ def assert_same(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
-AROUND = optax.chain(optax.clip(10.0), optax.masked(INJECTED, {"b": True, "w": True}))
-
-
-@pytest.mark.parametrize(
-    ("where", "optimizer", "wrap", "options"),
-    [
-        ("sharded", INJECTED, js.only_finite, {"mode": "host"}),
-        ("inexact", AROUND, lambda sync: sync, {"make_mesh": js.make_mesh}),
-    ],
-)
-def test_it_trains_as_with_the_schedule_of_the_optimizer(where, optimizer, wrap, options):
-    """Found in chains and wrappers, passed on by what is around."""
-    with_optimizer_rate, _ = trained(
-        step_of(wrap(slow("optimizer", **WHERE[where])), optimizer, **options)
-    )
-    with_schedule, _ = trained(step_of(slow(schedule, **WHERE[where]), optimizer, **options))
-    assert_same(with_optimizer_rate, with_schedule)
-    if where == "sharded":
-        without, _ = trained(step_of(slow(None, **WHERE[where])))
-        assert np.abs(without[-1]["w"] - with_schedule[-1]["w"]).max() > 1e-3
-
-
-# Replicas without data, whose optimizers have not counted on
-
-
 @pytest.mark.parametrize(
     ("where", "idle"), [("whole", range(2, STEPS + 1)), ("inexact", (4, 7, 8))]
 )

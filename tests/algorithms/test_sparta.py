@@ -1,4 +1,4 @@
-"""`js.sparta`: the elements that it draws, weights, recorded runs of EXO Gym,"""
+"""`js.sparta`: the elements that it draws, weights, recorded runs of EXO Gym."""
 
 import functools
 
@@ -21,15 +21,15 @@ from support.places import drawn
 REPLICAS = 4
 
 
-def exchanged(values, t, **options):
-    """The parameters after update `t` by zeros, of the replicas' stacked values."""
+def exchanged(values, t, weights, **options):
+    """The parameters after update `t` by zeros, of the replicas' stacked values and weights."""
     tx = js.sparta("replica", **options)
 
-    def one(x):
+    def one(x, weight):
         state = tx.init(x)._replace(count=jnp.full([], t - 1, jnp.int32))
-        return optax.apply_updates(x, tx.update(jnp.zeros_like(x), state, x)[0])
+        return optax.apply_updates(x, tx.update(jnp.zeros_like(x), state, x, weight=weight)[0])
 
-    return np.asarray(jax.vmap(one, axis_name="replica")(values))
+    return np.asarray(jax.vmap(one, axis_name="replica")(values, np.float32(weights)))
 
 
 @given(
@@ -37,24 +37,20 @@ def exchanged(values, t, **options):
     block=st.sampled_from([1, 3, 5, 9]),
     t=st.integers(1, 1000),
     seed=st.integers(0, 3),
+    weights=st.sampled_from([[1, 1, 1, 1], [2, 0, 1, 1], [0, 0, 0, 0]]),
 )
-def test_one_element_of_every_block_becomes_the_mean_and_no_other_changes(size, block, t, seed):
+def test_one_element_of_every_block_becomes_the_mean_and_no_other_changes(
+    size, block, t, seed, weights
+):
     values = np.random.default_rng(size).integers(-8, 8, (REPLICAS, size)).astype(np.float32)
-    found = exchanged(values, t, share=1 / block, seed=seed)
+    found = exchanged(values, t, weights, share=1 / block, seed=seed)
     at = drawn(t, size, block=block, seed=seed)
     wanted = values.copy()
-    wanted[:, at] = values[:, at].mean(0)
+    if any(weights):
+        wanted[:, at] = np.average(values[:, at], axis=0, weights=weights)
     np.testing.assert_array_equal(found, wanted)
     inside = [x for x in range(0, size, block) if x + block <= size]
     assert all(np.sum((at >= x) & (at < x + block)) == 1 for x in inside)
-
-
-def test_all_elements_are_drawn_equally_often_also_at_the_end_of_a_leaf():
-    count, size, block = 1000, 13, 5
-    places = np.concatenate([drawn(t, size, block=block) for t in range(1, count + 1)])
-    times = np.bincount(places, minlength=size)
-    # Six deviations of a binomial distribution of probability 1 / 5.
-    assert np.all(np.abs(times - count / block) < 6 * np.sqrt(count * 0.16))
 
 
 CASES = cases("sparta.npz")

@@ -1,7 +1,6 @@
 """A folder of checkpoints: what is kept, what is seen, and writes that fail."""
 
 import errno
-import logging
 import os
 import shutil
 import subprocess
@@ -89,16 +88,6 @@ def test_a_record_is_checked_but_may_have_what_other_versions_note(step, state, 
     rewrite_record(tmp_path / "3", lambda value: value.update(jaxslowmo_checkpoint=FORMAT + 1))
     with pytest.raises(CheckpointError, match=rf"format {FORMAT + 1}, .* reads format {FORMAT}:"):
         restore(tmp_path, step, fallback=True)
-
-
-def test_orbax_is_quiet(step, state, tmp_path, caplog, capfd):
-    with caplog.at_level(logging.DEBUG):
-        with Checkpoints(tmp_path) as checkpoints:
-            checkpoints.save(1, after(state, 1))
-        restore(tmp_path, step)
-        logging.getLogger("absl").warning("not orbax")
-    assert [r.message for r in caplog.records if r.name == "absl"] == ["not orbax"]
-    assert capfd.readouterr().out == ""
 
 
 def failing(error: BaseException):

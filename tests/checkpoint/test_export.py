@@ -77,15 +77,6 @@ def test_one_that_cannot_be_written_leaves_the_one_before(tmp_path, monkeypatch)
     assert consensus_extra(tmp_path / "model") == {"step": 7}
 
 
-def test_shares_weigh_the_replicas(tmp_path):
-    shares = [(np.array([3, 1], np.float32), None), (np.array([0, 4], np.float32), PARAMS)]
-    export_consensus(tmp_path / "model", PARAMS, mesh=MESH, shares=shares)
-    weights = np.array([3, 5]) / 8
-    found = load_consensus(tmp_path / "model")
-    np.testing.assert_array_equal(found["layers/0/w"], np.float32(weights @ W))
-    np.testing.assert_array_equal(found["scale"], jax.numpy.bfloat16([2.25, 3.875]))
-
-
 Pair = collections.namedtuple("Pair", "second first")
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "complex64", "bool", "int8", "uint32")
 LEAVES = [
@@ -124,3 +115,12 @@ def test_every_tree_comes_back_or_is_refused_by_the_names_that_leaves_share(para
     for leaves in (jax.tree.leaves(back), list(by_name.values())):
         assert leaf_bytes(leaves) == leaf_bytes(mean)
         assert [x.dtype for x in leaves] == [x.dtype for x in jax.tree.leaves(mean)]
+
+
+def test_shares_weigh_the_replicas(tmp_path):
+    shares = [(np.array([3, 1], np.float32), None), (np.array([0, 4], np.float32), PARAMS)]
+    export_consensus(tmp_path / "model", PARAMS, mesh=MESH, shares=shares)
+    weights = np.array([3, 5]) / 8
+    found = load_consensus(tmp_path / "model")
+    np.testing.assert_array_equal(found["layers/0/w"], np.float32(weights @ W))
+    np.testing.assert_array_equal(found["scale"], jax.numpy.bfloat16([2.25, 3.875]))

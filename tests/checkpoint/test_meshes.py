@@ -28,7 +28,6 @@ PLACES = {
     "turned": ({"replica": 2, "fsdp": 4}, TURNED),
     "both": ({"replica": 2, "fsdp": 2, "tensor": 2}, BOTH),
     "virtual": ({"replica": 2}, {}),
-    "four replicas": ({"replica": 4, "fsdp": 2}, TURNED),
 }
 
 
@@ -79,7 +78,6 @@ def saved(mesh_of, tmp_path_factory):
     [
         ("fsdp", "turned", "slowmo"),  # the same mesh and shapes, and another layout
         ("virtual", "both", "diloco"),
-        ("fsdp", "four replicas", "slowmo"),
     ],
 )
 def test_a_run_goes_on_on_another_mesh(old, new, sync, saved, mesh_of):
@@ -87,10 +85,6 @@ def test_a_run_goes_on_on_another_mesh(old, new, sync, saved, mesh_of):
     run = Placed(new, sync, mesh_of)
     found = Checkpoints(folder).restore(run.step, run.params)
     now = run.values(found.state)
-    if new == "four replicas":
-        assert not found.is_exact
-        jax.tree.map(np.testing.assert_array_equal, now[2:], then[2:])
-        return
     assert found.is_exact
     assert found.notes == ()
     jax.tree.map(np.testing.assert_array_equal, now, then)
@@ -100,15 +94,3 @@ def test_a_run_goes_on_on_another_mesh(old, new, sync, saved, mesh_of):
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
         *(on_host(state.params) for state in (last, end)),
     )
-
-
-def test_a_state_that_no_step_has_returned_goes_anywhere(mesh_of, tmp_path):
-    """Nothing but its arrays tells how it lies."""
-    run, other = (Placed(place, "slowmo", mesh_of) for place in ("fsdp", "both"))
-    state = run.step.init(run.params)
-    state = state._replace(step=state.step)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(0, state, wait=True)
-        assert checkpoints.restore(run.step, run.params).is_exact
-        found = checkpoints.restore(other.step, other.params)
-    jax.tree.map(np.testing.assert_array_equal, other.values(found.state), run.values(state))

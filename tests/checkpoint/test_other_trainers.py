@@ -91,22 +91,16 @@ def test_other_replicas_begin_at_the_consensus(tmp_path):
     trained(other, found.state, 5, 6, 2)
 
 
-def test_other_states_and_steps_are_refused_by_name(tmp_path):
+def test_states_of_other_doors_are_refused_by_name(tmp_path):
     step = js.with_exchange(stepped, SYNCS["diloco"](), mesh=mesh_of(2), **PARTS)
     plain = js.make_train_step(loss_fn, optax.sgd(0.1), sync=SYNCS["diloco"](), mesh=mesh_of(2))
     one = start(PARAMS)
-    with Checkpoints(tmp_path / "with") as checkpoints:
-        checkpoints.save(0, step.init(one), wait=True)
-        for other, template, message in (
-            (step, one | {"ema": np.zeros(3, np.float32)}, "state/ema is missing"),
-            (step, start(PARAMS, optax.sgd(0.1)), "another model, optimizer"),
-            (plain, PARAMS, "of js.with_exchange, and `train_step` .* js.make_train"),
-        ):
+    for name, state, other, template, message in (
+        ("with", step.init(one), plain, PARAMS, "of js.with_exchange, and .* js.make_train"),
+        ("plain", plain.init(PARAMS), step, one, "of js.make_train_step, and .* js.with_ex"),
+        ("other", step.init(one), step, start(PARAMS, optax.sgd(0.1)), "another model, optimizer"),
+    ):
+        with Checkpoints(tmp_path / name) as checkpoints:
+            checkpoints.save(0, state, wait=True)
             with pytest.raises(CheckpointError, match=message):
                 checkpoints.restore(other, template)
-        with pytest.raises(ValueError, match="`model_state` must be None for a step of"):
-            checkpoints.restore(step, one, model_state={"n": np.int32(0)})
-    with Checkpoints(tmp_path / "plain") as checkpoints:
-        checkpoints.save(0, plain.init(PARAMS), wait=True)
-        with pytest.raises(CheckpointError, match=r"of js.make_train_step, and .* js.with_ex"):
-            checkpoints.restore(step, one)

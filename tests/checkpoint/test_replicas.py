@@ -177,23 +177,3 @@ def test_every_step_of_a_period_can_be_resumed(name, mesh_of, tmp_path):
             assert restored.extra == {"position": [t, {"a": None}]}
             state = trained(step, restored.state, t + 1, LAST + 1)
             assert leaf_bytes(state) == undisturbed, t
-
-
-def test_leaves_without_elements_and_moments_that_widen_come_back(tmp_path):
-    """Orbax stores no empty leaves; the first update multiplies half moments by float32 rates."""
-    injected = promoting(optax.inject_hyperparams(optax.adam, hyperparam_dtype=np.float32)(0.1))
-    params = {**PARAMS, "none": np.zeros((0, 3), np.float32)}
-    step = make_step("local_sgd", 2, optimizer=injected)
-    state = step.init(params, model_state=MODEL_STATE)
-    assert state.opt_state.inner_state[0].mu["b"].dtype.itemsize == 2
-    state, _ = step(state, batch(1, 2))
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, state, wait=True)
-        for replicas in (2, 3):
-            other = make_step("local_sgd", replicas, optimizer=injected)
-            restored = checkpoints.restore(other, params, model_state=MODEL_STATE)
-            assert restored.is_exact == (replicas == 2)
-            assert restored.state.params["none"].shape == (replicas, 0, 3)
-            assert restored.state.opt_state.inner_state[0].mu["b"].dtype.itemsize == 4
-            if replicas == 2:
-                assert leaf_bytes(restored.state) == leaf_bytes(state)

@@ -32,13 +32,13 @@ SYNCS = {
 class Staged(Run):
     """A step of the language model on some stages, or on none."""
 
-    def __init__(self, place, sync, mesh_of, *, replicas=2, model=MODEL, layers=LAYERS):
+    def __init__(self, place, sync, mesh_of, *, model=MODEL, layers=LAYERS):
         self.params, self.unstack = layers, lambda tree: tree
         loss_fn = model
-        mesh = mesh_of({"replica": replicas})
+        mesh = mesh_of({"replica": 2})
         if PLACES[place] is not None:
             schedule = js.schedules.by_name(*PLACES[place], 4, 2)
-            mesh = mesh_of({"replica": replicas, "stage": schedule.num_stages})
+            mesh = mesh_of({"replica": 2, "stage": schedule.num_stages})
             self.pipe = loss_fn = js.pipelined(model, layers, schedule, mesh=mesh)
             self.unstack = loss_fn.layout.unstack_like
         adam = optax.adamw(1e-2)
@@ -84,18 +84,6 @@ def test_equal_stages_restore_every_bit(saved, mesh_of):
         found = Checkpoints(folder).restore(run.step, params)
         assert (found.is_exact, found.notes) == (True, ())
         assert leaf_bytes(run.values(found.state)) == leaf_bytes(then)
-
-
-def test_on_other_replicas_too(saved, mesh_of):
-    _, folder, then, _ = saved("interleaved", "slowmo")
-    run = Staged("zbv", "slowmo", mesh_of, replicas=4)
-    found = Checkpoints(folder).restore(run.step, LAYERS)
-    assert not found.is_exact
-    assert found.notes[0].startswith("Parameters")
-    now = run.values(found.state)
-    jax.tree.map(np.testing.assert_array_equal, now.exchange.shared, then.exchange.shared)
-    for a, b in zip(jax.tree.leaves(now.params), jax.tree.leaves(then.params), strict=True):
-        np.testing.assert_allclose(a[3], b.mean(0), rtol=1e-6, atol=1e-7)
 
 
 def renamed():

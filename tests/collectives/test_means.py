@@ -97,18 +97,6 @@ def test_large_values_do_not_overflow_in_float16():
     assert np.array_equal(plain(x), x)  # 2 or 4 replicas that agree keep their value
 
 
-def test_float64_keeps_its_precision():
-    """Beside float16, where factors are computed before sums are."""
-    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        values, weights = np.random.default_rng(0).normal(size=(4, 8)), np.float32([1, 1, 0, 1])
-        for others in ({}, {"h": np.ones((4, 1), np.float16)}):
-            found = means()({"d": values, **others}, weights)
-            for divide_by, share in (("initial", 3 / 4), ("active", 1)):
-                wanted = np.stack([weights.astype(np.float64) @ values / 3 * share] * 4)
-                # Devices add in the order in which they come.
-                np.testing.assert_allclose(found[divide_by]["d"], wanted, rtol=1e-14, atol=1e-15)
-
-
 def test_a_number_of_replicas_that_half_precision_does_not_hold():
     """The plain mean of 257 replicas, whose number is 256 in bfloat16, and a quotient by 257."""
     values = np.zeros((257, 1), jnp.bfloat16)

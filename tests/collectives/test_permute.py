@@ -2,13 +2,10 @@
 
 import re
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
-import jaxslowmo as js
 from jaxslowmo.collectives import permute
 from support.executions import lift
 
@@ -60,22 +57,3 @@ def test_receives_what_the_source_sends_or_zeros(execution):
     if execution != "vmap":
         wanted = [sorted(permutation) for _, permutation in cases if permutation]
         assert [pairs for pairs in emitted(lowered.as_text()) if pairs] == wanted
-
-
-def test_nodes_of_several_axes_count_in_the_order_of_the_names():
-    """On devices, and on virtual replicas beside another axis."""
-    order = ("replica", "node")
-    permutation = tuple((i, (3 * i + 1) % 8) for i in range(8) if i != 5)
-    x = np.arange(1.0, 9.0, dtype=np.float32)
-    exchange = lambda v: permute(v, order, permutation)  # noqa: E731
-    mesh = js.make_mesh({"node": 2, "replica": 4})
-    program = jax.shard_map(exchange, mesh=mesh, in_specs=P(order), out_specs=P(order))
-    np.testing.assert_array_equal(jax.jit(program)(x), expected(x, permutation))
-    grid = x.reshape(2, 4) if order[0] == "node" else x.reshape(4, 2).T
-    program = exchange
-    for name in ("beside", "replica", "node"):
-        program = jax.vmap(program, axis_name=name)
-    found = np.asarray(program(np.stack([grid, -grid], -1))) * [1, -1]
-    wanted = expected(x, permutation)
-    wanted = wanted.reshape(2, 4) if order[0] == "node" else wanted.reshape(4, 2).T
-    np.testing.assert_array_equal(found, np.stack([wanted] * 2, -1))

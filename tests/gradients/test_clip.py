@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -60,37 +59,6 @@ def test_norms_are_those_of_the_gathered_model(specs, norm, factor, typed):
             np.testing.assert_array_equal(clipped[name], grad)
 
 
-TIED = [{0: "embed", 1: "head"}, {0: "scale", 1: "scale"}]
-
-
-@pytest.mark.parametrize(("typed", "norm"), [(True, 2), (False, np.inf)])
-def test_tied_parameters_count_once(typed, norm):
-    rng = np.random.default_rng(3)
-    table, scale = (rng.normal(size=shape).astype("f4") for shape in [(4, 6), (3,)])
-    untied = rng.normal(size=(2, 5)).astype("f4")
-    nothing = np.zeros_like(table)
-    grads = {
-        "embed": np.stack([table, nothing]),
-        "head": np.stack([nothing, table]),
-        "scale": np.stack([scale, scale]),
-        "own": untied,
-    }
-    # A table is in parts over "tensor"; of what else each stage has all devices have the same.
-    specs = {name: P("stage") for name in grads} | {
-        name: P("stage", None, "tensor") for name in ("embed", "head")
-    }
-    options = {} if typed else {"param_specs": specs}
-    tx = js.clip_by_global_norm(1e-3, MODEL, norm, tied=TIED, **options)
-    _, state = program(tx, specs, check_vma=typed)(grads)
-    np.testing.assert_allclose(state.norm, norm_of([table, scale, untied], norm), rtol=1e-6)
-    # Copies in one array, whose axis the compiler has or nobody.
-    counted = {"embed": None, "head": np.zeros(()), "scale": np.array([[1], [0]])}
-    counted["own"] = np.ones(untied.shape[1:], bool)  # masks broadcast
-    stacked = js.clip_by_global_norm(1e-3, counted=counted)
-    _, state = stacked.update(grads, stacked.init(grads))
-    np.testing.assert_allclose(state.norm, norm_of([table, scale, untied], 2), rtol=1e-6)
-
-
 def test_any_number_of_layouts_needs_one_exchange():
     grads = {f"w{i}": np.ones((4, 4), "f4") for i in range(len(SPECS))}
     layout = {f"w{i}": spec for i, spec in enumerate(SPECS)}
@@ -135,3 +103,12 @@ def test_rows_are_clipped_and_integers_are_not():
     np.testing.assert_allclose(clipped["table"].to_dense(), state.clip_factor * dense, rtol=1e-6)
     np.testing.assert_array_equal(clipped["table"].rows, rows.rows)
     np.testing.assert_array_equal(clipped["steps"], [7])
+
+
+def test_tied_parameters_count_once():
+    table, own = np.arange(6, dtype="f4").reshape(2, 3), np.ones((2, 5), "f4")
+    nothing, specs = np.zeros_like(table), dict.fromkeys(("embed", "head", "own"), P("stage"))
+    grads = {"embed": np.stack([table, nothing]), "head": np.stack([nothing, table]), "own": own}
+    tx = js.clip_by_global_norm(1e-3, MODEL, tied=[{0: "embed", 1: "head"}])
+    _, state = program(tx, specs)(grads)
+    np.testing.assert_allclose(state.norm, norm_of([table, own], 2), rtol=1e-6)

@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.gradients.tied import sum_over_holders
 
 HOLDERS = [(0, 3), (0, 3), (3, 0), (3, 1, 0), (0, 1, 2, 3), (1, 2)]
 KINDS = [((2, 3), "f4"), ((5,), "f4"), ((4,), "bfloat16"), ((3,), "f4"), ((), "f4"), ((2,), "f4")]
@@ -21,8 +20,13 @@ def stacked():
     return leaves
 
 
+GROUPS = [{stage: str(i) for stage in holders} for i, holders in enumerate(HOLDERS)]
+SUM = js.pipeline.sum_tied_gradients("stage", GROUPS)
+
+
 def tied(*leaves):
-    return sum_over_holders(leaves, HOLDERS, "stage")
+    grads = {str(i): leaf for i, leaf in enumerate(leaves)}
+    return [*SUM.update(grads, SUM.init(grads))[0].values()]
 
 
 def on_devices():
@@ -58,17 +62,3 @@ def test_one_exchange_for_each_set_of_holders_and_dtype():
         sent[row.collective] = count + row.count, size + row.bytes
     # Two holders: 11 float32 in one buffer, 4 bfloat16, 2 float32; three of a chain: 4 times 12.
     assert sent == {"collective-permute": (3 + 4, 44 + 8 + 8 + 4 * 12), "all-reduce": (1, 4)}
-
-
-def test_a_group_names_a_leaf_for_each_stage():
-    """Copies in other leaves, and in one; what no group names stays as it is."""
-    groups = [{3: "a", 1: "a"}, {2: "b", 0: "c"}]
-    tx = js.pipeline.sum_tied_gradients("stage", groups)
-    grads = {name: np.random.default_rng(i).normal(size=(4, 5)) for i, name in enumerate("abc")}
-    wanted = {name: x.copy() for name, x in grads.items()}
-    for group in groups:
-        for stage, name in group.items():
-            wanted[name][stage] = sum(grads[name][stage] for stage, name in group.items())
-    found = jax.jit(jax.vmap(lambda g: tx.update(g, tx.init(g))[0], axis_name="stage"))(grads)
-    for name, x in found.items():
-        np.testing.assert_allclose(x, wanted[name], rtol=1e-6)

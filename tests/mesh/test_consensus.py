@@ -57,26 +57,6 @@ def params_and_shares(name):
     return jax.tree.map(np.asarray, (state.params, step.sync.shares(state.exchange)))
 
 
-MESHES = {
-    "virtual": lambda of: js.virtual_mesh({"replica": REPLICAS}),
-    "explicit": lambda of: of({"replica": REPLICAS}, explicit=True),
-    "inner axis": lambda of: of({"replica": REPLICAS, "device": 2}),
-}
-
-
-@pytest.mark.parametrize("kind", MESHES)
-def test_every_mesh_gives_the_weighted_mean_with_the_same_bits_on_all_devices(kind, mesh_of):
-    mesh = MESHES[kind](mesh_of)
-    params, shares = params_and_shares("star, overlap")
-    one = js.consensus(params, mesh=mesh, shares=shares)
-    np.testing.assert_allclose(one["w"], EXACT, rtol=1e-5)
-    if not isinstance(mesh, js.mesh.VirtualMesh):
-        for leaf in one.values():
-            copies = [np.asarray(s.data) for s in leaf.addressable_shards]
-            assert len(copies) == mesh.size
-            assert all(np.array_equal(c, copies[0]) for c in copies)
-
-
 @pytest.mark.parametrize(
     ("name", "place"), [*((name, "sync") for name in SYNCS), ("star, overlap", "optimizer")]
 )
@@ -100,23 +80,6 @@ def test_gossip_has_the_weighted_mean_of_replicas_and_values_in_flight(name, pla
         assert one["h"].dtype == again["h"].dtype == jnp.bfloat16
         halves = (np.asarray(x["h"], np.float64) for x in (one, again))
         np.testing.assert_allclose(*map(np.ravel, halves), rtol=2.0**-8)
-
-
-def test_shares_may_be_of_scalars_and_of_other_parameters(mesh_of):
-    """Weights per replica and one for all, other parameters, and an integer leaf."""
-    mesh = mesh_of({"replica": REPLICAS})
-    rng = np.random.default_rng(2)
-    params = {
-        "n": np.arange(4, dtype=np.int32) + 3,
-        "w": rng.normal(size=(4, 5)).astype(np.float32),
-    }
-    late = {"n": np.zeros(4, np.int32), "w": rng.normal(size=(4, 5)).astype(np.float32)}
-    weights = np.array([0, 1, 2, 5], np.float32)
-    one = js.consensus(params, mesh=mesh, shares=[(weights, None), (0.5, late), (2, None)])
-    mass = (weights + 2) @ params["w"].astype(np.float64) + 0.5 * late["w"].sum(0)
-    np.testing.assert_allclose(one["w"], mass / (8 + 4 * 2.5), rtol=1e-5)
-    assert int(one["n"]) == 3
-    assert js.local_sgd("replica").shares(None) == [(1.0, None)]
 
 
 def test_large_weights_and_small_leaves_keep_their_digits():

@@ -42,18 +42,11 @@ def over_replicas():
 
 
 ROWS = {
-    "no shares": shares([], []),
-    "a number as a pair": shares([1.0], "number 0"),
     "weights of three replicas": shares([(np.ones(3), None)], "(3,)"),
-    "parameters of other shapes": shares([(1.0, {"w": np.ones((2, 4))})], "number 0"),
     "arrays of no devices without a mesh": Refusal(lambda: js.consensus(PARAMS), "`mesh`", "w"),
-    "a tolerance below 0": in_sync("`tolerance`", -1.0, tolerance=-1.0),
     "an axis of no mesh": in_sync("`axis_name` 'node'", "'replica'", axis_name="node"),
     "sharded over the replicas": Refusal(over_replicas, "'replica'", "w", UserWarning),
     "too few devices": Refusal(lambda: js.make_mesh({"replica": 9}), "`axes`", "found 8"),
-    "virtual replicas on too many devices": Refusal(
-        lambda: js.virtual_mesh({"replica": 4}, jax.devices()), "`devices`", 8
-    ),
     "a device of another process": Refusal(
         lambda: js.make_mesh({"replica": 4}, devices=[jax.devices()[0], OfOther()]),
         "`devices`",

@@ -77,20 +77,6 @@ def test_the_second_call_compiles_nothing(mesh_of, compilations):
     assert compiled[1:] == [0, 0]
 
 
-def test_another_transform_mesh_shape_or_layout_has_a_program_of_its_own(mesh_of):
-    mesh, fsdp, tx = mesh_of({"replica": 2}), mesh_of({"replica": 2, "fsdp": 4}), optax.trace(0.9)
-    for shard_state in (True, False, True):
-        state = js.init(slow(shard_state=shard_state), stacked(mesh), mesh=mesh)
-        rows = 8 // 2 if shard_state else 8
-        assert state.shared["anchor"]["w"].shape == (2, rows, 4)
-    for other in (mesh, js.virtual_mesh({"replica": 2})):
-        assert js.init(tx, stacked(other), mesh=other).trace["w"].shape == (2, 8, 4)
-    assert js.init(tx, {"w": jnp.ones((2, 5))}, mesh=mesh).trace["w"].shape == (2, 5)
-    for spec in (P("fsdp"), P(None, "fsdp"), P("fsdp")):
-        trace = js.init(tx, stacked(fsdp, specs={"b": P(), "w": spec}), mesh=fsdp).trace["w"]
-        assert trace.sharding.is_equivalent_to(NamedSharding(fsdp, P("replica", *spec)), 3)
-
-
 def test_nothing_outlives_the_transform_and_the_arrays(mesh_of):
     """Else every model of a session would stay in memory."""
     mesh = mesh_of({"replica": 2, "fsdp": 4})

@@ -63,53 +63,6 @@ def test_stacked_parameters_are_not_stacked_again(kind):
     js.replicate(js.consensus(stacked, mesh=mesh), mesh=mesh)
 
 
-SPECS = {"b": P(), "v": P(None, "fsdp"), "w": P("fsdp")}
-SHAPES = {"b": (6,), "v": (3, 8), "w": (8, 6)}
-ONE = {name: np.arange(np.prod(s), dtype=np.float32).reshape(s) for name, s in SHAPES.items()}
-
-
-def placed(tree, mesh, *lead):
-    return {
-        key: jax.device_put(x, NamedSharding(mesh, P(*lead, *SPECS[key])))
-        for key, x in tree.items()
-    }
-
-
-def layout(x):
-    """What its dimensions are sharded over, and whether the devices hold it so."""
-    entries = tuple(x.sharding.spec)
-    while entries and entries[-1] is None:
-        entries = entries[:-1]
-    blocks = {str(s.index) for s in x.addressable_shards}
-    sizes = {"replica": 2, "fsdp": 4}
-    assert len(blocks) == np.prod([sizes[e] for e in entries if e is not None], dtype=int)
-    return P(*entries)
-
-
-def test_leaves_sharded_inside_a_replica_keep_their_layout(mesh_of):
-    mesh = mesh_of({"replica": 2, "fsdp": 4}, explicit=True)
-    stacked = js.replicate(placed(ONE, mesh), mesh=mesh)
-    apart = placed({key: np.stack([x, 3 * x]) for key, x in ONE.items()}, mesh, "replica")
-    one = js.consensus(apart, mesh=mesh)
-    base = js.local_sgd("replica")
-    sync = js.slowmo("replica", base=base, sync_every=3, shard_state=False).with_specs(SPECS)
-    trace, slow = js.init(optax.chain(optax.trace(0.9), sync), apart, mesh=mesh)
-    anchor = js.read_anchor(sync, slow, apart, mesh=mesh)
-    for name, spec in SPECS.items():
-        shared = slow.shared
-        for leaf in (trace.trace, shared["anchor"], shared["outer"].velocity, anchor, stacked):
-            assert layout(leaf[name]) == P("replica", *spec)
-        assert np.array_equal(stacked[name], np.stack([ONE[name]] * 2))
-        assert np.array_equal(anchor[name], apart[name])
-        assert layout(one[name]) == spec
-        assert np.array_equal(one[name], 2 * ONE[name])
-    assert js.check_in_sync(stacked, mesh=mesh).divergences == ()
-    with pytest.raises(js.mesh.OutOfSyncError) as caught:
-        js.check_in_sync(apart, mesh=mesh)
-    found = [(d.leaf, d.replica, d.difference) for d in caught.value.divergences]
-    assert found == [("b", 1, 10.0), ("v", 1, 46.0), ("w", 1, 94.0)]
-
-
 PROGRAM = """
 import numpy as np
 import optax

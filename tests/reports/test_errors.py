@@ -1,13 +1,11 @@
 """Questions and programs that a report cannot answer are refused, by what is wrong."""
 
 import jax
-import jax.numpy as jnp
 
 import jaxslowmo as js
 from jaxslowmo.reports._comm_report import CommReport, CommRow, comm_report_of
 from support.refusals import Refusal, each
 
-X = jax.ShapeDtypeStruct((8,), jnp.float32)
 DOUBLE = jax.jit(lambda x: 2 * x)
 ROW = CommRow("slow", "replica", "all-reduce", "emitted", 1, 8, 8, 2, ("float32",))
 
@@ -27,11 +25,9 @@ ROWS = {
     "no kind of several": asked("`kind`", "'local', 'slow'", kind=None),
     "what was not compiled": asked("`level`", "'compiled'", ("emitted",), level="compiled"),
     "a function as a program": programs(lambda: DOUBLE, "PjitFunction"),
-    "None under a kind": programs(lambda: {"slow": DOUBLE.lower(X), "local": None}, "'local'"),
     "a plain function to measure": Refusal(
         lambda: js.reports.measured(lambda x: x), "`step`", "<lambda>"
     ),
-    "a rate of 0": Refusal(lambda: js.reports.measured(DOUBLE, rate=0), "`rate`", 0),
 }
 
 

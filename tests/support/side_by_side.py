@@ -22,8 +22,6 @@ SHAPES: dict[str, Any] = {
     "large": ((41, 7), np.float32),
     "odd": ((3,), np.float32),
     "scalar": ((), np.float32),
-    "half": ((5, 3), jnp.bfloat16),
-    "other_half": ((), jnp.bfloat16),
 }
 MOMENTUM = 0.9
 
@@ -95,36 +93,20 @@ def run_together(
     scheduled: str,
     *,
     steps: int = STEPS,
-    **options: Any,
 ):
-    """Return parameters `{name: tree}` with leading axes (steps, replicas), and the last state."""
+    """Return parameters `{name: tree}` with leading axes (steps, replicas)."""
     params, grads = problem(replicas, devices)
     axes = {"replica": replicas} if devices == 1 else {"replica": replicas, "device": devices}
     tx = together(parts, "device" if devices > 1 else None)
-    history, state = run(
+    history, _ = run(
         tx,
         dict.fromkeys(parts, params),
         jax.tree.map(lambda g: g[:steps], grads),
         axes=axes,
         execution=execution,
         sync=tx if scheduled == "host" else None,
-        **options,
     )
-    return jax.tree.map(lambda *xs: np.stack(xs), *history), state
-
-
-def compare(ours, theirs, *, float32: float, half: float) -> None:
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True
-    ):
-        tolerance = float32 if a.dtype == np.float32 else half
-        np.testing.assert_allclose(
-            a.astype(np.float64),
-            b.astype(np.float64),
-            rtol=tolerance,
-            atol=tolerance,
-            err_msg=jax.tree_util.keystr(path),
-        )
+    return jax.tree.map(lambda *xs: np.stack(xs), *history)
 
 
 def check_oracle(ours, name: str, replicas: int, devices: int, **settings: Any) -> None:

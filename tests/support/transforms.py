@@ -25,7 +25,6 @@ IRREGULAR = js.topology.from_phone_book([[1, 3], [0, 2], [0, 3], [1, 0]])
 
 TRANSFORMS = {
     "clip_by_global_norm": lambda: js.clip_by_global_norm(0.5, "replica", param_specs=P("replica")),
-    "clip_by_global_norm alone": lambda: js.clip_by_global_norm(0.5),
     "all_reduce_gradients": lambda: js.all_reduce_gradients("replica", bucket_bytes=16),
     "all_reduce_gradients merged": lambda: js.all_reduce_gradients(
         "replica", bucket_bytes=8, split_large=True, max_buckets=3
@@ -33,9 +32,11 @@ TRANSFORMS = {
     "all_reduce_gradients int8": lambda: js.all_reduce_gradients(
         "replica", hook=js.hooks.int8(block_size=4, stochastic_rounding=True)
     ),
-    "all_reduce_gradients fp8": lambda: js.all_reduce_gradients("replica", hook=js.hooks.fp8()),
     "all_reduce_gradients top_k": lambda: js.all_reduce_gradients(
         "replica", hook=js.hooks.top_k(0.2)
+    ),
+    "all_reduce_gradients powersgd": lambda: js.all_reduce_gradients(
+        "replica", hook=js.hooks.powersgd(1, 2, min_compression_rate=0.1)
     ),
     "demo": lambda: js.demo("replica", compression_decay=0.9, top_k=2, chunk=3),
     "accumulate": lambda: js.gradients.accumulate(js.all_reduce_gradients("replica"), every=2),
@@ -47,11 +48,7 @@ TRANSFORMS = {
     "local_sgd scheduled": lambda: js.local_sgd(
         "replica", sync_every=js.every(3, start=1, before="all"), bucket_bytes=8
     ),
-    "local_sgd in 16 bits": lambda: js.local_sgd("replica", sync_every=2, codec=FLOAT16),
     "local_sgd in 4 bits": lambda: js.local_sgd("replica", sync_every=2, codec=js.codecs.int4()),
-    "local_sgd of the largest": lambda: js.local_sgd(
-        "replica", sync_every=2, codec=js.codecs.top_k(0.5)
-    ),
     "easgd": lambda: easgd("replica", sync_every=2),
     "only_finite": lambda: js.only_finite(js.local_sgd("replica", sync_every=2)),
     "only_finite around slowmo": lambda: js.only_finite(slowmo_over_local()),
@@ -60,16 +57,11 @@ TRANSFORMS = {
     ),
     "noloco": lambda: pairs(),
     "noloco with a pull": lambda: pairs(pull=0.9, bucket_bytes=8),
-    "noloco in 16 bits": lambda: pairs(codec=BFLOAT16),
     "sgp": lambda: js.sgp("replica", graph=IRREGULAR),
     "sgp late": lambda: js.sgp("replica", graph=IRREGULAR, overlap=1, bucket_bytes=8),
-    "sgp later": lambda: js.sgp("replica", graph=IRREGULAR, overlap=3),
     "sgp in 16 bits": lambda: js.sgp("replica", graph=IRREGULAR, overlap=2, codec=BFLOAT16),
     "sgp on one round": lambda: js.sgp("replica", graph=js.topology.ring(4)),
     "sparta": lambda: js.sparta("replica", share=0.3, sync_every=2),
-    "sparta in 16 bits": lambda: js.sparta(
-        "replica", codec=js.codecs.float16(), bucket_bytes=8, sync_every=2
-    ),
     "slowmo over sparta": lambda: js.slowmo(
         "replica", base=js.sparta("replica", share=0.3), sync_every=4
     ),
@@ -79,13 +71,8 @@ TRANSFORMS = {
     "slowmo": lambda: slowmo_over_local(learning_rate=optax.linear_schedule(0.1, 0.0, 4)),
     "slowmo whole": lambda: slowmo_over_local(shard_state=False),
     "slowmo inexact": lambda: slowmo_over_local(exact_average=False),
-    "slowmo nesterov": lambda: slowmo_over_local(nesterov=True, learning_rate=0.1),
-    "slowmo in buckets": lambda: slowmo_over_local(bucket_bytes=8),
     "slowmo over sgp": lambda: js.slowmo(
         "replica", base=js.sgp("replica", graph=IRREGULAR, overlap=2), sync_every=4
-    ),
-    "slowmo over sgp inexact": lambda: js.slowmo(
-        "replica", base=js.sgp("replica", graph=IRREGULAR), sync_every=4, exact_average=False
     ),
     "diloco": lambda: js.diloco("replica", sync_every=2),
     "diloco rda": lambda: js.diloco("replica", sync_every=2, aggregate="rda"),

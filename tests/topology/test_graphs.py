@@ -10,10 +10,6 @@ from topology.graphs import ALL_AT_ONCE, IRREGULAR, NAMED, named_graphs
 
 # Peers of node 0, in the order of their turns.
 BY_HAND = {
-    "npeer, 3 peers": (
-        topology.npeer_directed_exponential(17, peers_per_step=3),
-        [1, 2, 3, 4, 8, 12, 16, 15, 14],
-    ),
     # 28 is one more than a power of 3.
     "npeer, 28 nodes": (
         topology.npeer_directed_exponential(28, peers_per_step=2),
@@ -48,14 +44,9 @@ def test_a_grid_connects_each_node_to_its_neighbours():
 def test_a_torus_wraps_around_both_sides():
     graph = topology.torus_2d(12)
     assert graph.phone_book[0] == (1, 3, 4, 8)
-    assert graph.phone_book[6:] == (
-        *((7, 5, 10, 2), (4, 6, 11, 3)),
-        *((9, 11, 0, 4), (10, 8, 1, 5), (11, 9, 2, 6), (8, 10, 3, 7)),
-    )
     assert (graph.is_dynamic, graph.is_regular, len(graph.permutations(0))) == (False, True, 4)
     # Both ways around are the same neighbour on two rows; one row has none above.
     assert topology.torus_2d(8, rows=2).phone_book[0] == (1, 3, 4)
-    assert topology.torus_2d(5).phone_book[0] == (1, 4)
     assert topology.torus_2d(36).phone_book[7] == (8, 6, 13, 1)
 
 
@@ -81,13 +72,6 @@ def test_inner_outer_leaves_a_group_in_every_sweep_once(groups, size):
             else:
                 assert peer % size == node % size
                 assert (peer // size - node // size) % groups == 2**turn
-
-
-def test_default_sizes_are_the_largest_divisor_to_the_root():
-    for num_nodes, best in ((2, 1), (7, 1), (12, 3), (16, 4), (18, 3), (36, 6)):
-        assert topology.grid_2d(num_nodes) == topology.grid_2d(num_nodes, rows=best)
-        of_groups = topology.inner_outer(num_nodes, group_size=best)
-        assert topology.inner_outer(num_nodes) == of_groups
 
 
 @given(st.integers(1, 16).map(lambda n: 2 * n), st.integers(0, 99), st.integers(1, 3))

@@ -11,61 +11,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.transform import move_copies, moving_states
+from jaxslowmo.transform import move_copies
 from support.meshes import MESHES
 
 contrib = optax.contrib
 START = {"w": np.array([1.0, -2.0], np.float32)}
-GRADS = np.random.default_rng(0).normal(size=(5, 2, 2)).astype(np.float32)
 MESH = js.virtual_mesh({"replica": 2})
 SYNC = js.local_sgd("replica", sync_every=2)
-
-
-def history_and_state(tx, weights=None):
-    """Return the parameters of two replicas after each update, and the last state."""
-    stacked = js.replicate(START, mesh=MESH)
-
-    @jax.jit
-    def update(params, state, grads, weight):
-        def one(params, state, grads, weight):
-            extra = {} if weights is None else {"weight": weight}
-            updates, state = tx.update({"w": grads}, state, params, **extra)
-            return optax.apply_updates(params, updates), state
-
-        return jax.vmap(one, axis_name="replica")(params, state, grads, weight)
-
-    state = js.init(tx, stacked, mesh=MESH)
-    shares = np.ones((len(GRADS), 2), np.float32) if weights is None else weights
-    history = []
-    for grads, weight in zip(GRADS, shares, strict=True):
-        stacked, state = update(stacked, state, grads, weight)
-        history.append(np.asarray(stacked["w"]))
-    return history, state
-
-
-def test_copies_follow_the_average():
-    history, state = history_and_state(js.chain(optax.clip(9.0), contrib.cocob(), SYNC))
-    alone, _ = history_and_state(contrib.cocob())
-    np.testing.assert_allclose(history[1], [alone[1].mean(0)] * 2, rtol=1e-6)
-    # Gradients are fixed, so each replica goes on by the same steps as without an average.
-    np.testing.assert_allclose(history[2] - history[1], alone[2] - alone[1], atol=1e-6)
-    wanted = history[1][0] + (alone[3] - alone[1]).mean(0)
-    np.testing.assert_allclose(history[3], [wanted] * 2, atol=1e-6)
-    assert [type(x).__name__ for x in state] == ["EmptyState", "tuple", "ExchangeState"]
-    # Equal parameters after the first average stay equal, whatever comes last.
-    twice = js.chain(contrib.cocob(), SYNC, js.local_sgd("replica", sync_every=4))
-    np.testing.assert_allclose(history_and_state(twice)[0], history, atol=1e-6)
-
-
-def test_it_equals_the_chain_of_optax_for_optimizers_without_copies():
-    """And chains in it are flattened."""
-    clip, adam = optax.clip(1.0), optax.adam(0.1)
-    tx = js.chain(js.chain(clip, js.chain(adam)), js.chain(SYNC))
-    assert tx.parts == (clip, adam, SYNC)
-    ours, ours_state = history_and_state(tx)
-    theirs, state = history_and_state(optax.chain(*tx.parts))
-    np.testing.assert_array_equal(ours, theirs)
-    assert jax.tree.structure(ours_state) == jax.tree.structure(state)
 
 
 def test_an_optimizer_that_takes_exchanges_back_is_told_of():
@@ -103,15 +55,6 @@ def only(state, field):
 def assert_moved(found, start, shift=SHIFT):
     for name in start:
         np.testing.assert_array_equal(found[name], start[name] + shift[name])
-
-
-@pytest.mark.parametrize(
-    "optimizer", [contrib.dog(), contrib.prodigy(), contrib.mechanize(optax.sgd(1.0))]
-)
-def test_points_to_measure_from_stay(optimizer):
-    state = optimizer.init(PARAMS)
-    assert move_copies(state, PARAMS, MOVED) is state
-    assert not moving_states(state)
 
 
 def test_copies_of_ones_own_move_once_they_are_told_and_so_do_those_inside():

@@ -78,11 +78,3 @@ def test_whole_leaves_and_types_that_tell_need_no_specs(mesh_of, explicit):
     state = js.init(SLOW, params, mesh=mesh)
     # The columns are sharded by no axis, or the rows by "fsdp" already.
     assert state.shared["anchor"]["w"].shape == ((2, 8, 2) if explicit else (2, 4, 4))
-
-
-def test_a_base_of_slowmo_has_its_specs(mesh_of):
-    mesh = mesh_of({"replica": 2, "fsdp": 4})
-    params, tx = sharded_inside(mesh), SLOW.with_specs({"w": P("fsdp")})
-    traced = traced_update(tx, mesh, js.init(tx, params, mesh=mesh), params, phase=("average",))
-    (row,) = js.comm_report_of(traced.lower()).select(axis="replica", level="compiled")
-    assert (row.collective, row.bytes) == ("all-reduce", 8 * 4 * 4 / 4)  # a device's block

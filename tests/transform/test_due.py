@@ -40,12 +40,8 @@ def defined(schedule: js.spec.Every, t: int) -> bool:
 
 @settings(max_examples=30)
 @given(schedules)
-def test_due_as_defined_on_the_host_and_in_programs(schedule):
+def test_due_as_defined(schedule):
     expected = [defined(schedule, t) for t in COUNTS]
-    assert [schedule(t) for t in COUNTS] == expected
-    found = schedule(jnp.asarray(list(COUNTS), jnp.int32))
-    assert found.dtype == bool
-    assert found.tolist() == expected
     # How many were due up to an update, from which gossip knows its round.
     assert [schedule.times(t) for t in (0, *COUNTS)] == [0, *np.cumsum(expected)]
     multiples = expected == [t % schedule.k == 0 for t in COUNTS]
@@ -61,7 +57,8 @@ def test_arrays_agree_with_ints_whatever_their_size(t, schedule, data):
     instants = [t, *(d for d in range(due - 1, due + 2) if INT32.min <= d <= INT32.max)]
     assert [schedule(i) for i in instants] == [defined(schedule, i) for i in instants]
     for counters in (np.asarray(instants, np.int32), jnp.asarray(instants, jnp.int32)):
-        assert schedule(counters).tolist() == [schedule(i) for i in instants]
+        found = schedule(counters)
+        assert (found.dtype, found.tolist()) == (bool, [schedule(i) for i in instants])
 
 
 @pytest.mark.parametrize("k", [2**31, 2**32])

@@ -3,14 +3,12 @@
 from typing import Any, NamedTuple
 
 import optax
-from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
 from jaxslowmo.transform import checked_group
 from support.refusals import Refusal, each
 
 LOCAL = js.local_sgd("replica")
-MEAN = js.all_reduce_gradients("replica")
 IDENTITY = optax.identity()
 
 
@@ -34,22 +32,14 @@ def of(call, *said, error=ValueError):
 
 ROWS = {
     "period 0": schedule(k=0),
-    "start -1": schedule(start=-1),
-    "before": schedule(before="some"),
-    "axis": exchange("`axis_name`", "('',)", axis_name=("",)),
     "axis twice": exchange("`axis_name`", "('a', 'a')", axis_name=("a", "a")),
     "bytes": exchange("`bucket_bytes`", -1, bucket_bytes=-1),
-    "specs": exchange("`param_specs`", "str", param_specs={"w": P(), "b": "fsdp"}),
-    "codec": exchange("`codec`", "float16", codec="float16"),
     "event of a period": of(lambda: js.spec.Event("x", 3, len), "`due`", 3),
     "algorithm without axes": of(
         lambda: js.ParameterTransform(js.Algorithm((js.spec.Event("x", js.every(3), len),))),
         "`axis_name`",
     ),
-    "one layer fragment": of(lambda: js.layers(1, where=bool), "`count`", 1),
-    "gradients without a spec": of(lambda: js.GradientTransform(*MEAN, None), "`spec`", None),
     "gradients of parameters": of(lambda: js.gradient_transform(LOCAL), "`tx`"),
-    "chain": of(lambda: js.chain(IDENTITY, 3), "`transforms`", 3),
     "chain that goes on": of(lambda: js.chain(js.sgp("replica"), IDENTITY), "chain", "sgp"),
     "copies of no field": of(
         lambda: js.spec.remembers_parameters(Own, moves=("x",)), "Own", "('x',)"

@@ -1,10 +1,9 @@
-"""Groups of replicas: how leaves are cut into blocks, and the verbs against NumPy."""
+"""Groups of replicas: how leaves are cut into blocks, and what large leaves are sent in."""
 
 import math
 
 import jax
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -13,19 +12,9 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.transform import split_dimension
 from jaxslowmo.tree import noted_buffers
-from support.executions import lift
-from support.limits import TAKES_EMPTY_ARRAYS
 
 REPLICAS = 4
-SHAPES = {"cut": (8, 3), "empty": (0, 4), "last": (3, 2, 4), "scalar": (), "whole": (3,)}
-BLOCKS = {"cut": (2, 3), "empty": (0, 4), "last": (3, 2, 1), "scalar": (), "whole": (3,)}
-if not TAKES_EMPTY_ARRAYS:
-    del SHAPES["empty"], BLOCKS["empty"]
 RNG = np.random.default_rng(0)
-STACKED = {
-    name: RNG.normal(size=(REPLICAS, *shape)).astype(np.float32) for name, shape in SHAPES.items()
-}
-MEANS = {name: x.mean(0, dtype=np.float64) for name, x in STACKED.items()}
 
 
 @given(st.lists(st.integers(0, 12), max_size=4), st.integers(1, 6), st.data())
@@ -40,52 +29,6 @@ def test_a_leaf_is_cut_along_a_dimension_that_divides(shape, parts, data):
         fits = []
     best = [d for d in fits if inner[d] == 1] or fits
     assert found == (best[0] if best else None)
-
-
-def trips(group):
-    """Return a function from a tree of a replica to its way by blocks, and what blocks are."""
-
-    def fn(tree):
-        mean = group.mean(tree)
-        blocks = group.mean_scatter(tree)
-        return {
-            "mean": mean,
-            "blocks": blocks,
-            "own": group.block(mean),
-            "gathered": group.all_gather(blocks, tree),
-            "back": group.all_gather(group.block(mean), mean),
-        }
-
-    return fn
-
-
-def check(found, of_first=range(2)):
-    """`of_first` are the rows of "cut" that the first replica has."""
-    found = jax.tree.map(np.asarray, found)
-    for name, mean in MEANS.items():
-        wanted = np.broadcast_to(mean, (REPLICAS, *mean.shape))
-        for kind in ("mean", "gathered"):
-            np.testing.assert_allclose(found[kind][name], wanted, atol=1e-6, err_msg=name)
-        np.testing.assert_array_equal(found["back"][name], found["mean"][name])
-        assert found["blocks"][name].shape == (REPLICAS, *BLOCKS[name])
-        np.testing.assert_allclose(found["blocks"][name], found["own"][name], atol=1e-6)
-    for replica in range(REPLICAS):
-        rows = np.array(of_first) + replica * (2 if of_first[1] == 1 else 1)
-        np.testing.assert_allclose(found["own"]["cut"][replica], MEANS["cut"][rows], atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("execution", "bucket_bytes"), [("vmap", None), ("pmap", None), ("shard_map", 40)]
-)
-def test_blocks_of_the_mean(execution, bucket_bytes):
-    group = js.spec.ReplicaGroup("replica", bucket_bytes=bucket_bytes)
-    check(lift(trips(group), {"replica": REPLICAS}, execution, (False,))(STACKED))
-
-
-def test_devices_of_a_replica_share_the_work():
-    group = js.spec.ReplicaGroup("replica", "device")
-    axes = {"replica": REPLICAS, "device": 2}
-    check(lift(trips(group), axes, "shard_map_unchecked", (False,))(STACKED))
 
 
 def test_large_leaves_are_scattered_as_they_lie(mesh_of):

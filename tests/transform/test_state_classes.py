@@ -1,4 +1,4 @@
-"""What the class of a state says: to whom it belongs, and what must come last in a chain."""
+"""What the class of a state says: what must come last in a chain."""
 
 import jax
 import numpy as np
@@ -6,14 +6,12 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from jaxslowmo.transform import holds_state
 
 PARAMS = {"b": np.ones(2, np.float32), "w": np.ones(3, np.float32)}
 STACKED = jax.tree.map(lambda x: np.stack([x] * 2), PARAMS)
 MESH = js.virtual_mesh({"replica": 2})
 AVERAGE = js.local_sgd("replica", sync_every=2)
 SLOW = js.slowmo("replica", base=AVERAGE, sync_every=4)
-WHOLE = js.slowmo("replica", base=AVERAGE, sync_every=4, shard_state=False)
 
 
 def step_of(optimizer, replicas=2, **options):
@@ -49,12 +47,3 @@ def test_chains_in_order_are_taken():
     step_of(SGD, sync=AVERAGE).init(PARAMS)
     with pytest.raises(ValueError, match=r"after .*ExchangeState"):
         step_of(WRONG_CHAIN).init(PARAMS)
-
-
-# Whose state this is
-
-
-def test_who_moves_is_said_by_the_class_of_the_state():
-    for tx in (AVERAGE, WHOLE, js.only_finite(WHOLE)):
-        state = (optax.EmptyState(), tx.init(PARAMS))
-        assert [holds_state(state, moves) for moves in ("parameters", "gradients")] == [True, False]

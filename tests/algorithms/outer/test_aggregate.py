@@ -101,8 +101,8 @@ def step_of(mesh=None, mode="traced", **options):
     )
 
 
-def trained(step, weights=None, batches=BATCHES):
-    state = step.init(START)
+def trained(step, weights=None, batches=BATCHES, start=START):
+    state = step.init(start)
     for batch in batches:
         state, _ = step(state, batch, weights)
     return state
@@ -115,6 +115,8 @@ def trained(step, weights=None, batches=BATCHES):
         ("rda, embeddings by the mean", WEIGHTS, "virtual"),
         ("left out", WEIGHTS, "typed"),
         ("damped", None, "virtual"),
+        ("rda", None, "sharded inside"),  # norms are those of whole leaves
+        ("damped", None, "sharded inside"),
     ],
 )
 def test_outer_steps_equal_numpy(mesh_of, name, weights, place):
@@ -124,8 +126,13 @@ def test_outer_steps_equal_numpy(mesh_of, name, weights, place):
         "virtual": {},
         "host": {"mesh": mesh_of(axes), "mode": "host"},
         "typed": {"mesh": mesh_of(axes, explicit=True)},
+        "sharded inside": {"mesh": (mesh := mesh_of(axes | {"fsdp": 2}))},
     }[place]
-    found = trained(step_of(aggregate=aggregate, **options), weights).params
+    start = START
+    if place == "sharded inside":
+        specs = {"embed": P("fsdp"), "w": P(), "scale": P()}
+        start = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in START.items()}
+    found = trained(step_of(aggregate=aggregate, **options), weights, start=start).params
     np.testing.assert_allclose(flat(found), oracle(merge, weights), rtol=2e-5, atol=2e-5)
 
 
@@ -143,15 +150,3 @@ def test_a_replica_that_is_not_finite_is_left_out_and_goes_on_from_the_anchor(op
     for name, leaf in state.exchange.shared["anchor"].items():
         wanted = np.asarray(usual.exchange.shared["anchor"][name])
         np.testing.assert_allclose(leaf, wanted, rtol=2e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["rda", "damped"])
-def test_norms_are_those_of_whole_leaves_where_devices_share_a_replica(name, mesh_of):
-    mesh = mesh_of({"replica": REPLICAS, "fsdp": 2})
-    places = {"embed": P("fsdp"), "w": P(), "scale": P()}
-    start = {k: jax.device_put(x, NamedSharding(mesh, places[k])) for k, x in START.items()}
-    step = step_of(mesh, aggregate=MERGES[name][0])
-    state = step.init(start)
-    for batch in BATCHES:
-        state, _ = step(state, batch)
-    np.testing.assert_allclose(flat(state.params), oracle(MERGES[name][1]), rtol=2e-5, atol=2e-5)

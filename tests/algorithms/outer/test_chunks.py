@@ -35,9 +35,6 @@ SYNCS = {
     "slowmo": lambda: js.slowmo(
         "replica", base=js.sgp("replica"), sync_every=2, nesterov=True, learning_rate=RESTARTS
     ),
-    "fragments": lambda: js.slowmo(
-        "replica", base=js.local_sgd("replica", sync_every=2), sync_every=2, fragments=2, merge=0.5
-    ),
 }
 
 
@@ -63,7 +60,7 @@ def trained(mesh, sync, weight):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "sync"), [("virtual", "slowmo"), ("two devices", "adam"), ("explicit", "fragments")]
+    ("mesh", "sync"), [("virtual", "slowmo"), ("two devices", "adam"), ("explicit", "slowmo")]
 )
 def test_chunks_change_no_bit(mesh, sync, monkeypatch):
     weight = {"weight": np.array([1, 0, 2, 1], np.float32)} if sync == "slowmo" else {}

@@ -33,13 +33,11 @@ def no_bias(tree):
 ELEMENT_WISE = {
     "sgd": lambda: optax.sgd(0.7, momentum=0.9, nesterov=True),
     "adamw": lambda: optax.adamw(optax.linear_schedule(0.1, 0.0, 3), weight_decay=0.1),
-    "by name": lambda: optax.chain(optax.masked(optax.trace(0.9), no_bias), optax.scale(-0.5)),
     "by label": lambda: optax.partition({True: optax.adam(0.1), False: optax.sgd(0.7)}, no_bias),
     "slow momentum": lambda: js.slow_momentum(0.5),
     "outer nesterov": lambda: js.algorithms.outer_nesterov(0.6, 0.8),
 }
 MIXING = {
-    "global norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.7)),
     "lamb": lambda: optax.lamb(0.1),
 }
 OPTIMIZERS = ELEMENT_WISE | MIXING
@@ -81,11 +79,9 @@ def diloco(name, **options):
     ("name", "shard_state", "count"),
     [
         ("adamw", True, 2),
-        ("by name", True, 1),
         ("by label", None, 2),
         ("slow momentum", True, 1),
         ("outer nesterov", None, 2),
-        ("global norm", None, 2),
         ("lamb", None, 1),
     ],
 )
@@ -148,28 +144,20 @@ def test_in_a_step_any_of_optax_runs_on_the_sharded_anchor(name, fragments):
         assert named == {"replica", "fsdp"}
 
 
-def test_outer_nesterov_begins_as_an_average_and_becomes_optax_nesterov():
-    """Numbers of the docstring, in float64; from step 27 on those of optax, from an equal trace."""
+def test_outer_nesterov_begins_as_an_average():
+    """Numbers of the docstring, in float64."""
     rate, momentum, rng = 0.4, 0.5, np.random.default_rng(1)
     ours = js.algorithms.outer_nesterov(rate, momentum)
-    later = optax.sgd(rate, momentum=momentum, nesterov=True)
-    state, then, trace = ours.init(jnp.zeros(3)), None, np.zeros(3)
+    state, trace = ours.init(jnp.zeros(3)), np.zeros(3)
     for k in range(40):
         away = rng.normal(size=3).astype(np.float32)
         share = min(1.0, k / (0.9 * (k + 3)))
         trace = share * momentum * trace + away
         expected = -(1 + share * (rate - 1)) * (share * momentum * trace + away)
-        before = state.trace
         updates, state = ours.update(jnp.asarray(away), state)
         np.testing.assert_allclose(updates, expected, rtol=1e-5, atol=1e-6)
         if k == 0:
             np.testing.assert_array_equal(updates, -away)
-        if k == 27:
-            (_, *rest) = later.init(jnp.zeros(3))
-            then = (optax.TraceState(before), *rest)
-        if then is not None:
-            expected, then = later.update(jnp.asarray(away), then)
-            np.testing.assert_allclose(updates, expected, rtol=1e-6)
 
 
 def test_the_published_optimizer_is_the_default_and_says_once_for_which_runs_another_is_better(

@@ -71,7 +71,6 @@ def test_exact_hooks_are_a_mean_of_every_leaf(case):
 
 # Elements: 96 * 64 + 64 * 33 + 33, in buckets of [kernel, embedding] and [bias].
 SHAPES = {"bias": (33,), "embedding": (96, 64), "kernel": (64, 33)}
-LOW_RANK = js.hooks.bf16_compress(js.hooks.powersgd(2))
 WHOLE = 4 * (96 * 64 + 64 * 33 + 33)
 
 
@@ -80,8 +79,6 @@ WHOLE = 4 * (96 * 64 + 64 * 33 + 33)
     [
         (js.hooks.bf16_compress(), "every", 2, WHOLE // 2, "bfloat16"),
         (js.hooks.noop(), "every", 0, 0, None),
-        # Two factors for the bucket of matrices; the vector's bucket is a plain mean every time.
-        (LOW_RANK, "powersgd", 3, 2 * (2 * (96 + 64 + 64 + 33) + 33), "bfloat16"),
     ],
 )
 def test_what_each_hook_sends(hook, kind, count, sent, dtype):
@@ -102,27 +99,13 @@ def test_a_hook_sees_what_is_in_its_bucket():
 
     def look(bucket):
         seen.append(bucket)
-        # What stands behind the last gradient is left out.
-        parts = bucket.split(jnp.concatenate([bucket.flat, jnp.zeros(5, bucket.dtype)]))
-        assert [x.shape for x in parts] == [piece.part_shape for piece in bucket.pieces]
         return jax.lax.pmean(bucket.flat, bucket.axis_name)
 
-    grads = {
-        "a": np.ones((4, 40, 50), np.float32),
-        "b": np.ones((4, 3), np.float32),
-        "c": np.ones((4, 2), np.float16),
-    }
+    grads = {"a": np.ones((4, 40, 50), np.float32), "b": np.ones((4, 3), np.float32)}
     layout = {"bucket_bytes": 4096, "first_bucket_bytes": 12, "split_large": True}
     tx = js.all_reduce_gradients("replica", hook=js.hooks.stateless(look), **layout)
     trace(one_update(tx), grads)
     named = [[(p.name, p.start, p.stop, p.is_whole) for p in b.pieces] for b in seen]
-    assert named == [
-        [("b", 0, 3, True)],
-        [("a", 0, 1024, False)],
-        [("c", 0, 2, True)],  # left over, like the next; float16 was seen first
-        [("a", 1024, 2000, False)],
-    ]
-    assert [b.index for b in seen] == [0, 1, 2, 3]
-    assert [b.is_last for b in seen] == [False, False, False, True]
-    assert [b.dtype.name for b in seen] == ["float32", "float32", "float16", "float32"]
-    assert [p.part_shape for b in seen for p in b.pieces] == [(3,), (1024,), (2,), (976,)]
+    assert named == [[("b", 0, 3, True)], [("a", 0, 1024, False)], [("a", 1024, 2000, False)]]
+    assert [(b.index, b.is_last) for b in seen] == [(0, False), (1, False), (2, True)]
+    assert [p.part_shape for b in seen for p in b.pieces] == [(3,), (1024,), (976,)]

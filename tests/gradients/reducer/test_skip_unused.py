@@ -63,19 +63,6 @@ def test_as_if_the_parameter_were_not_there(name):
         assert np.array_equal(x, before if belongs else expected), path
 
 
-def test_a_single_leaf_is_not_taken_for_a_count():
-    tx = js.gradients.skip_unused(optax.adam(0.1), "replica")
-
-    def run(p):
-        _, state = tx.update(p, tx.init(p), p)
-        return tx.update(jnp.zeros_like(p), state, p)
-
-    updates, state = replicas(run, jnp.ones(()))
-    assert not np.any(updates)
-    assert state.inner[0].count == 2
-    assert np.allclose(state.inner[0].mu, 0.1)
-
-
 def test_state_of_the_reduction_is_not_touched():
     """Also where it looks like the parameters."""
 
@@ -97,27 +84,6 @@ def test_state_of_the_reduction_is_not_touched():
     assert all(np.array_equal(x, [2.0] * 3) for x in jax.tree.leaves(reduction.hook))
     assert not np.any(moments.mu[0])
     assert np.allclose(moments.mu[1], 0.1)
-
-
-def test_uses_of_a_replica_that_has_run_out_do_not_count():
-    """Its gradients are ignored, so none of them is a use; a NaN elsewhere is one."""
-    reduce = js.all_reduce_gradients("replica", divide_by="active")
-    tx = js.gradients.skip_unused(optax.chain(reduce, optax.sgd(1.0)), "replica")
-
-    def run(params):
-        last = jax.lax.axis_index("replica") == 1
-        grads = {
-            "a": jnp.where(last, jnp.nan, 0.0) * params["a"],
-            "b": jnp.where(last, 0.0, jnp.nan) * params["b"],
-            "s": params["s"],
-        }
-        return tx.update(grads, tx.init(params), params, weight=jnp.where(last, 0.0, 1.0))
-
-    updates, state = replicas(run, PARAMS)
-    assert list(state.used_by) == [0, 1, 1]
-    assert not np.any(updates["a"])
-    assert np.all(np.isnan(updates["b"]))
-    assert updates["s"] == -2.0
 
 
 def test_names_of_what_is_not_used():

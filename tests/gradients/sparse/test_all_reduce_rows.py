@@ -3,10 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import jaxslowmo as js
 from support.executions import lift
@@ -118,58 +115,6 @@ def test_every_way_gives_the_weighted_mean():
         assert not as_arrays(mean).any()
 
 
-@settings(max_examples=5)
-@given(
-    replicas=st.integers(1, 8),
-    num_rows=st.integers(1, 6),
-    size=st.integers(0, 7),
-    options=st.sampled_from(
-        [{"path": "rows"}, {"output": "rows"}, {"path": "rows", "capacity": 2}]
-    ),
-    tail=st.sampled_from([(), (2,)]),
-)
-def test_any_sizes_without_weights(replicas, num_rows, size, options, tail):
-    rows, values = entries(0, replicas, num_rows, size, tail)
-    tx = js.sparse.all_reduce_rows("replica", **options)
-
-    def step(rows, values):
-        grads = [js.sparse.RowGradient(rows, values, num_rows)]
-        (mean,), state = tx.update(grads, tx.init([None]))
-        return mean.to_dense() if "output" in options else mean, state
-
-    mean, state = jax.jit(jax.vmap(step, axis_name="replica"))(rows, values)
-    wanted = dense_of(rows, values, num_rows).mean(0)
-    np.testing.assert_allclose(mean, np.broadcast_to(wanted, mean.shape), **CLOSE)
-    most = max((len(set(r[r < num_rows].tolist())) for r in rows), default=0)
-    assert (state.overflows == int(most > options.get("capacity", most))).all()
-    if options:  # else it may send the table
-        assert (state.needed == most).all()
-
-
-def test_other_leaves_go_to_the_dense_transform_with_its_state():
-    rows, values = entries()
-    bias = np.arange(8.0, dtype=np.float32).reshape(4, 2)
-    tx = js.sparse.all_reduce_rows(
-        "replica",
-        tables=("deep/table",),
-        dense=optax.chain(js.all_reduce_gradients("replica"), optax.trace(0.5)),
-    )
-
-    def step(rows, values, bias):
-        table = js.sparse.RowGradient(rows, values, NUM_ROWS)
-        params = {"deep": {"table": jnp.zeros(table.shape)}, "bias": bias}
-        state = tx.init(params)
-        for _ in range(2):
-            grads, state = tx.update({"deep": {"table": table}, "bias": bias}, state, params)
-        return grads, state
-
-    grads, state = jax.jit(jax.vmap(step, axis_name="replica"))(rows, values, bias)
-    np.testing.assert_allclose(grads["bias"], np.tile(bias.mean(0) * 1.5, (4, 1)))
-    np.testing.assert_allclose(grads["deep"]["table"][0], dense_of(rows, values).mean(0), **CLOSE)
-    assert [x.shape for x in jax.tree.leaves(state.dense)] == [(4, 2)]
-    assert (state.count == 2).all()
-
-
 # What it sends
 
 ROW_BYTES = 4 * 5
@@ -199,13 +144,6 @@ def test_rows_are_two_all_gathers(options):
     found = report(**options)
     assert found.kinds == ("every",)
     assert rows_of(found, "every") == gathered(ENTRIES, 3 if "weighted" in options else 2)
-
-
-def test_a_table_is_one_all_reduce():
-    assert rows_of(report(True, path="dense"), "every") == {
-        ("all-reduce", 1, 1000 * ROW_BYTES),
-        ("all-gather", 1, REPLICAS * 4 * 3),
-    }
 
 
 def test_with_a_capacity_fewer_rows_are_sent_and_more_where_it_does_not_suffice():

@@ -62,49 +62,6 @@ def test_half_precision_is_summed_in_float32():
         assert dense[0, 0] == 4096  # one after the other in bfloat16, 1s stop adding at 256
 
 
-def test_rows_of_a_dense_gradient():
-    dense = jnp.zeros((6, 2)).at[1, 1].set(-0.5).at[4, 0].set(jnp.nan)
-    row_gradient = jax.jit(js.sparse.row_gradient, static_argnames="capacity")
-    found, distinct, overflow = row_gradient(dense, capacity=3)
-    assert (found.rows.tolist(), int(distinct), int(overflow)) == ([1, 4, 6], 2, 0)
-    np.testing.assert_array_equal(found.to_dense(), dense)
-    short = row_gradient(dense, capacity=1)
-    assert short.overflow == 1
-    assert np.isnan(short.gradient.values).all()
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_dtypes_are_kept_under_x64(dtype):
-    """Without implicit promotion; float64 with all of its precision, and numbers of 64 bits."""
-
-    @jax.jit
-    def found_in(table, values):
-        loss = lambda p, i: jnp.sum(p["t"][i] ** 2)  # noqa: E731
-        gradient = js.sparse.RowGradient(jnp.array([1, 3, 1]), values, 4)
-        other = js.sparse.RowGradient(jnp.array([2]), values[:1], 4)
-        looked_up = js.row_value_and_grad(loss, lambda i: {"t": i})({"t": table}, jnp.array([2, 2]))
-        return {
-            "to_dense": gradient.to_dense(),
-            "coalesce": js.sparse.coalesce(gradient).gradient.to_dense(),
-            "sum": (gradient + other).to_dense(),
-            "row_gradient": js.sparse.row_gradient(table, capacity=4).gradient.values,
-            "apply_rows": js.sparse.apply_rows(table, gradient, learning_rate=0.1),
-            "row_value_and_grad": looked_up[1]["t"].to_dense(),
-        }
-
-    sums = np.array([0, 0.1 + 0.3, 0, 0.2])
-    wanted = {"to_dense": sums, "coalesce": sums, "row_gradient": np.ones(4)}
-    wanted |= {"apply_rows": 1 - 0.1 * sums, "row_value_and_grad": np.array([0, 0, 4, 0])}
-    wanted |= {"sum": np.array([0, 0.4, 0.1, 0.2])}
-    with jax.enable_x64(True):
-        found = found_in(jnp.ones((4, 1), dtype), jnp.array([[0.1], [0.2], [0.3]], dtype))
-    for what, x in found.items():
-        assert x.dtype == dtype, what
-        rtol = 4 * float(jnp.finfo(dtype).eps)
-        x = np.asarray(x).astype(np.float64)[:, 0]
-        np.testing.assert_allclose(x, wanted[what], rtol=rtol, atol=1e-15, err_msg=what)
-
-
 # Looking up
 
 
@@ -160,11 +117,3 @@ def test_rows_that_are_missing_are_nan(tokens, looked_up, capacity):
     value, grads = jax.jit(sparse)({"t": jnp.ones((4, 2))}, jnp.array(looked_up))
     assert np.isnan(value)
     assert np.isfinite(grads["t"].to_dense()).all()
-
-
-def test_overflow_of_gathered_rows_is_counted():
-    found = js.sparse.gather_rows(jnp.ones((9, 2)), jnp.array([8, 1, 1, 5]), capacity=2)
-    assert found.overflow == 1
-    assert found.touched.rows.tolist() == [1, 5]
-    assert found.positions.tolist() == [2, 0, 0, 1]
-    assert found.touched.shape == (9, 2)

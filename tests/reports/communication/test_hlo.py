@@ -50,10 +50,8 @@ PERMUTED = f"({F}, {F}, u32[]{{:S(2)}}, u32[]{{:S(2)}})"
     ("line", "expected"),
     [
         (f"{F} all-reduce({F} %p), {GROUPS}", ("all-reduce", 4096)),
-        (f"{F} all-reduce-start(%p), {GROUPS}", ("all-reduce", 4096)),
         (f"f32[8,16]{{1,0}} reduce-scatter(%p), {GROUPS}", ("reduce-scatter", 4096)),
         ("f32[512,16]{1,0} all-gather(%p), replica_groups={}", ("all-gather", 32768)),
-        (f"({F}, f32[512,16]) all-gather-start(%p), {GROUPS}", ("all-gather", 32768)),
         (
             f"{PERMUTED} collective-permute-start(%p), source_target_pairs={{{{0,1}},{{1,0}}}}",
             ("collective-permute", 4096),
@@ -63,28 +61,13 @@ PERMUTED = f"({F}, {F}, u32[]{{:S(2)}}, u32[]{{:S(2)}})"
             ("all-reduce", 8192),
         ),
         (f"{F} ragged-all-to-all(%p, %p, %o, %o, %o, %o), {GROUPS}", ("ragged-all-to-all", 4096)),
-        (f"{F} all-reduce-done(%p)", None),
         (f'{F} add(%p, %p), metadata={{op_name="all-reduce(x"}}', None),
         (f"({F}, u32[], token[]) send(%p, %t), is_host_transfer=true", None),
-        (f'{F} slice-start(%p), metadata={{op_name="fusion(calls=%wrapped"}}', None),
     ],
 )
 def test_single_instructions(line, expected):
     found = read(text_of("wrapped") + entry(P + "  ROOT %r = " + line))
     assert found == ([(*expected, False)] if expected else [])
-
-
-def test_groups_in_mesh_form_with_device_ids_survive_the_comma():
-    groups = "mesh['x'=4,'y'=2], device_ids=([2,2,2]T(0,2,1)) {'x':(2)2}"
-    line = (
-        f"(f32[1,4]{{1,0}}, f32[1,4]{{1,0}}) all-to-all(%a, %b), channel_id=1, "
-        f'replica_groups={groups}, metadata={{op_name="jit(f)/mul, \\"q, {{" stack_frame_id=2}}'
-    )
-    parsed = hlo.Computation("c", {"r": line}).instruction("r")
-    assert parsed.operands == ["a", "b"]
-    of_line = hlo.parse_groups(parsed.attributes.partition("replica_groups=")[2])
-    assert of_line == hlo.parse_groups(groups) == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert hlo.parse_scope(parsed.attributes) == 'jit(f)/mul, \\"q, {'
 
 
 # Printers write an asynchronous X with the suffixes -start, -update and -done, and all that X has.
@@ -159,10 +142,8 @@ def test_conditionals_of_all_spellings_and_phases_of_scopeless_collectives():
     ("step", "bound", "last", "config", "trips"),
     [
         ("1", "%stop", "%n", "", 7),
-        ("7", "%stop", "%n", "", 1),
         ("1", "%carried", "%five", "", 2),
         ("1", "%carried", "%n", "", None),
-        ("0", "%stop", "%n", "", None),
         ("1", "%carried", "%n", ', backend_config={"known_trip_count":{"n":"5"}}', 5),
     ],
 )
@@ -176,32 +157,11 @@ def test_trip_counts(step, bound, last, config, trips):
         assert loop.trip_count == trips
 
 
-def test_types():
-    types = [("bfloat16", 2048), ("int4", 2), ("bool", 2), ("token", 0)]
-    assert hlo.shapes("(bf16[8,128]{1,0:T(8,128)(2,1)S(1)}, s4[3], pred[2], token[])") == types
-    assert hlo.shapes("f8e4m3fn[3], c64[2]") == [("float8_e4m3fn", 3), ("complex64", 16)]
-
-
-TARGETS = {
-    '"{1,2}x{0:1}"': (((0, 2), (1, 3)), False),
-    '"{1:3}x{1}"': (((1, 3, 5),), False),
-    "{{100000,200000},{100001,200001}}": (((0, 2), (1, 3)), False),
-    "{{100000->200001},{200001->100000}}": (((0, 3), (3, 0)), True),
-    "{}": (None, False),
-}
-
-
-def test_targets_of_transfers_between_slices():
-    assert {text: hlo.parse_target(text, 2) for text in TARGETS} == TARGETS
-
-
 # By collective, what a send is a part of, and devices of a group: bytes that one sends of 800.
 WIRE_BYTES = {
     ("all-reduce", "", 8): 1400,
     ("all-reduce", "", 0): 1600,  # of a large group
     ("all-gather", "", 2): 400,
-    ("ragged-all-to-all", "", 8): 700,
-    ("collective-broadcast", "", 8): 800,
     ("recv", "all-reduce", 8): 0,
     ("send", "", 8): 800,
     ("send", "all-reduce", 4): 1200,
@@ -221,7 +181,6 @@ def test_bytes_on_the_wire_of_a_ring_and_of_permutes_on_average():
 
 DEVICE = ((0, 1, 2, 3), (4, 5, 6, 7))
 REPLICA = ((0, 4), (1, 5), (2, 6), (3, 7))
-ALL = (tuple(range(8)),)
 MESH = hlo.MeshAxes((("replica", 2), ("device", 4)), tuple(range(8)))
 
 
@@ -230,12 +189,9 @@ MESH = hlo.MeshAxes((("replica", 2), ("device", 4)), tuple(range(8)))
     [
         ("{{0,1,2,3},{4,5,6,7}}", DEVICE),
         ("{}", ()),
-        ("[2,4]<=[8]", DEVICE),
         ("[4,2]<=[2,4]T(1,0)", REPLICA),
         ("[4,2]<=[2,2,2]T(0,2,1)", ((0, 2), (1, 3), (4, 6), (5, 7))),
-        ("mesh['replica'=2,'device'=4] {'replica','device'}", ALL),
         ("mesh['axis_0'=2,'axis_1'=4,'axis_2'=1] {'axis_1'}", DEVICE),
-        ("mesh['r'=2,'fsdp'=4] {'fsdp':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
         (
             "mesh['axis_0'=4,'axis_1'=2], device_ids=([2,2,2]T(0,2,1)) {'axis_0':(2)2}",
             ((0, 1), (2, 3), (4, 5), (6, 7)),
@@ -251,35 +207,18 @@ def test_parse_groups(text, expected):
         assert sorted(groups) == sorted(expected)
 
 
-def test_device_order():
-    assert hlo.device_order("", 3) == (0, 1, 2)
-    assert hlo.device_order("[6]<=[2,3]T(1,0)", 6) == (0, 3, 1, 4, 2, 5)
-    assert hlo.device_order("2, 0, 1", 3) == (2, 0, 1)
-
-
 @pytest.mark.parametrize(
     ("groups", "are_pairs", "expected"),
     [
         (((3, 2, 1, 0), (7, 6, 5, 4)), False, ("device", 4)),
         (REPLICA, False, ("replica", 2)),
         ((), False, ("replica,device", 8)),
-        (((0,), (1,)), False, ("?", 1)),
         (((0, 1), (2, 3), (4, 5), (6, 7)), False, ("?", 2)),
-        (DEVICE[:1], False, ("?", 4)),
         (None, False, ("?", 0)),
         (((0, 1), (1, 2), (7, 4)), True, ("device", 4)),
         (((0, 5), (5, 0)), True, ("replica,device", 8)),
-        (((0, 0), (1, 1)), True, ("?", 1)),
         (((0, 9),), True, ("?", 2)),
     ],
 )
 def test_axis_of_groups_and_of_pairs(groups, are_pairs, expected):
     assert hlo.axis_of(groups, are_pairs, (MESH,)) == expected
-
-
-def test_the_first_mesh_that_matches_names_the_axis():
-    """Axes of size 1 do not, and devices may be in another order."""
-    ones = hlo.MeshAxes((("one", 1), *MESH.axes[:1], ("uno", 1), *MESH.axes[1:]), MESH.ids)
-    assert hlo.axis_of(REPLICA, False, (ones,)) == ("replica", 2)
-    turned = hlo.MeshAxes((("a", 4), ("b", 2)), (0, 4, 1, 5, 2, 6, 3, 7))
-    assert hlo.axis_of(REPLICA, False, (turned, MESH)) == ("b", 2)

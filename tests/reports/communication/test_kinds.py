@@ -8,7 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxslowmo as js
-from jaxslowmo.reports._comm_report import comm_report, comm_report_of
+from jaxslowmo.reports._comm_report import comm_report_of
 
 X = jax.ShapeDtypeStruct((64,), jnp.float32)
 T = jax.ShapeDtypeStruct((), jnp.int32)
@@ -46,41 +46,6 @@ def mapped(mesh_of):
         return jax.shard_map(fn, mesh=mesh, check_vma=False, **specs)
 
     return build
-
-
-def nested(x, t):
-    x = lax.ppermute(x, "replica", [(0, 1)])
-    rest = lambda x: lax.cond(t % 2 == 0, average, same, x)  # noqa: E731
-    return lax.cond(t % 4 == 0, slow, rest, x)
-
-
-class ByPhase:
-    """A step with one program per phase, as a host-scheduled step has."""
-
-    def __init__(self, programs):
-        self.programs = programs
-
-    def traced_by_phase(self, *args):
-        return {kind: jax.jit(fn).trace(*args) for kind, fn in self.programs.items()}
-
-
-def test_nested_conditionals_and_host_scheduled_programs_agree(mapped):
-    def with_base(exchange):
-        return mapped(lambda x, t: exchange(lax.ppermute(x, "replica", [(0, 1)])))
-
-    programs = {"local": with_base(same), "average": with_base(average), "slow": with_base(slow)}
-    for report in (comm_report(mapped(nested), X, T), comm_report(ByPhase(programs), X, T)):
-        assert report.kinds == ("local", "average", "slow")
-        for level in ("emitted", "compiled"):
-            counts = {
-                kind: {r.collective: r.count for r in report.select(kind=kind, level=level)}
-                for kind in report.kinds
-            }
-            assert counts == {
-                "local": {"collective-permute": 1},
-                "average": {"collective-permute": 1, "all-reduce": 1},
-                "slow": {"collective-permute": 1, "reduce-scatter": 1, "all-gather": 1},
-            }
 
 
 def when(period, phase, otherwise=same):
@@ -128,17 +93,6 @@ def test_kinds_of_steps_and_how_many_collectives_they_execute(mapped, name):
         assert ", ".join(counts) == wanted
 
 
-def test_branches_exclude_each_other_and_the_largest_counts(mapped):
-    rounds = [
-        scoped("gossip", lambda x, k=k: lax.ppermute(x[:k], "replica", [(0, k), (k, 0)])[0] + x)
-        for k in (1, 3, 2)
-    ]
-    report = comm_report(mapped(lambda x, t: lax.switch(t % 3, rounds, x)), X, T)
-    for level in report.levels:
-        (row,) = report.select(kind="gossip", level=level)
-        assert (row.count, row.bytes, row.conditional, row.in_loop) == (1, 3 * 4, True, False)
-
-
 AXIS = "replica"
 SYNCS = {
     # Without the schedule the conditionals would give all combinations.
@@ -165,13 +119,3 @@ def test_a_traced_step_lists_the_kinds_that_occur(name):
     state = step.init({f"w{i}": jnp.ones(3) for i in range(4)})
     kinds = js.comm_report(step, state, jnp.ones(4)).kinds
     assert {kind.replace(" ", "_") for kind in kinds} == {*wanted.split()}
-
-
-def test_kinds_of_ones_own_loop_are_those_of_the_schedule_that_it_names():
-    """A slow step replaces an average."""
-    base, params = js.local_sgd(AXIS, sync_every=2), {"a": jnp.ones((2, 64))}
-    sync = js.slowmo(AXIS, base=base, sync_every=4)
-    state = jax.vmap(sync.init, axis_name=AXIS)(params)
-    update = jax.vmap(lambda p, state: sync.update(p, state, p), axis_name=AXIS)
-    report = comm_report_of(jax.jit(update).trace(params, state), compile=False, sync=sync)
-    assert set(report.kinds) == {js.spec.phase_name(phase) for phase in sync.phases()}

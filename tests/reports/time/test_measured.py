@@ -1,7 +1,6 @@
 """Measured steps on devices: what was found is what ran."""
 
 import json
-from collections import Counter
 from dataclasses import asdict
 
 import jax
@@ -13,7 +12,6 @@ from jaxlib import xla_client
 
 import jaxslowmo as js
 from jaxslowmo.reports import Bucket, KindOfStep, StepReport, StepTimes
-from jaxslowmo.reports._measured import is_due
 
 BATCH = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 PARAMS = {"c": np.eye(8, dtype=np.float32), "a": np.eye(8, dtype=np.float32)}
@@ -102,17 +100,6 @@ def test_the_table_and_the_file_of_a_report(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(expected))
 
 
-def test_a_jitted_function_on_one_device():
-    fn = jax.jit(lambda w, x: w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w))
-    step = js.reports.measured(fn, rate=1)
-    assert "0 steps, 0 measured" in str(step.report())
-    np.testing.assert_array_equal(step(PARAMS["a"], BATCH), fn(PARAMS["a"], BATCH))
-    report = step.report()
-    assert (report.measured, report.last.communication_time) == ((1,), 0)
-    assert report.last.backward_compute_time > 0
-    assert (report.buckets, report.ready_order, report.num_devices) == ((), None, 1)
-
-
 def test_while_another_trace_runs_steps_are_missed(tmp_path):
     step = js.reports.measured(jax.jit(lambda x: 2 * x), rate=1)
     with jax.profiler.trace(str(tmp_path)), pytest.warns(UserWarning, match="another trace"):
@@ -130,17 +117,3 @@ def test_no_crash_where_libtpu_is_loaded_without_a_tpu(monkeypatch):
     with pytest.warns(UserWarning, match="libtpu"):
         assert step(jnp.ones(())) == 2
     assert step.report().missed == (1,)
-
-
-def sampled(rate, kinds):
-    return [t for t, kind in enumerate(kinds, 1) if is_due(kind, Counter(kinds[:t]), rate)]
-
-
-def test_the_first_ten_and_then_every_rate_th():
-    # torch's DistributedDataParallel samples these with a rate of 7.
-    assert sampled(7, ["local"] * 30) == [*range(1, 11), 14, 21, 28]
-    assert sampled(1, ["local"] * 15) == list(range(1, 16))
-    # Exchanges are counted by themselves: 1 to 10, and the 14th at step 168.
-    kinds = ["average" if t % 12 == 0 else "local" for t in range(1, 181)]
-    expected = {*range(1, 11), *range(12, 121, 12), *range(14, 181, 14), 168}
-    assert sampled(14, kinds) == sorted(expected)

@@ -98,7 +98,6 @@ def low_rank(case: Case, monkeypatch: pytest.MonkeyPatch | None = None) -> js.ho
 
 @pytest.mark.parametrize("name", FIRST)
 def test_recorded_runs_of_powersgd(name, monkeypatch):
-    """`test_powersgd.py` has its memory."""
     case = Case("ddp_powersgd", name)
     execution = "shard_map" if name == "w4" else "vmap"
     for t, (means, params, _) in enumerate(trained(case, low_rank(case, monkeypatch), execution)):
