@@ -91,7 +91,6 @@ def test_in_a_step_over_replicas():
 
 
 UNKNOWN = {
-    "random": lambda module, x: x if torch.rand(3).sum() > 1 else -x,
     "after a random draw in place": lambda module, x: x * int(torch.ones(3).bernoulli_(0.5).sum()),
     "the batch": lambda module, x: x * x.sum().item(),
 }
