@@ -87,23 +87,14 @@ def test_the_count_is_of_starts_without_a_newer_checkpoint(out, waits, capsys):
     ]
 
 
-@pytest.mark.parametrize(
-    ("step", "saves", "where"),
-    [(None, None, "before the first step"), (None, 30, "at step 30"), (37, 30, "at step 37")],
-)
-def test_five_failures_in_a_row_at_one_step_are_enough(out, waits, capsys, step, saves, where):
-    moves(out, step, saves)()
-    code, given = run(out, *[LOST] * 5)
-    assert (code, len(given)) == (75, 5)
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.endswith(f"; not started again after 5 failures in a row {where}")
-
-
-def test_failures_at_other_steps_and_late_processes_do_not_count_as_in_a_row(out, waits):
+def test_five_failures_in_a_row_at_one_step_are_enough(out, waits, capsys):
+    """Failures at other steps and late processes do not count."""
     late = EndOfStart(75, "not all processes came together", is_late=True)
     further = [moves(out, step) for step in (3, 4)]
-    assert run(out, *[LOST] * 4, *[late] * 10, *further, *[LOST] * 3, DONE)[0] == 0
-    assert len(waits) == 19
+    code, given = run(out, *[LOST] * 4, *[late] * 9, *further, *[LOST] * 4)
+    assert (code, len(given)) == (75, 19)
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.endswith("; not started again after 5 failures in a row at step 4")
 
 
 def test_what_would_only_come_back_is_not_started_again(out, capsys):
@@ -117,7 +108,6 @@ def test_what_would_only_come_back_is_not_started_again(out, capsys):
 @pytest.mark.parametrize(
     ("number", "ended", "code", "is_said"),
     [
-        (signal.SIGTERM, DONE, 0, False),
         (signal.SIGTERM, LOST, 143, True),
         (signal.SIGTERM, EndOfStart(1, "ended", is_reported=True), 1, False),
         (signal.SIGINT, EndOfStart(137, "killed"), 130, False),

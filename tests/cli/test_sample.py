@@ -98,8 +98,8 @@ def ranked(params):
     )
 
 
-@pytest.mark.parametrize("prompt", ["a", "a prompt that is longer", "äö"])
-def test_the_likeliest_bytes_of_a_window_that_slides(params, ranked, prompt):
+def test_the_likeliest_bytes_of_a_window_that_slides(params, ranked):
+    prompt = "a prompt that is longer, äö"
     text = [*prompt.encode()]
     for _ in range(12):
         text.append(int(ranked(text)[-1]))
@@ -124,13 +124,6 @@ def test_drawing(params, ranked):
     assert text(prompt=prompt, tokens=1)[:2] == b"\xffa"
 
 
-@pytest.mark.parametrize(
-    ("text", "encoding", "shown"),
-    [
-        (b"a\tb\r\n\x0c", "utf-8", "a\tb\r\n\x0c"),
-        (b"\x1b[2J\x07\x00\xc2\x9b", "utf-8", "\ufffd[2J\ufffd\ufffd\ufffd"),
-        ("é".encode() + b"\xff.", "ascii", "??."),
-    ],
-)
-def test_what_is_printed_neither_fails_nor_steers_the_terminal(text, encoding, shown):
-    assert _printable(text, encoding) == shown
+def test_what_is_printed_neither_fails_nor_steers_the_terminal():
+    assert _printable(b"\x1b[2J\x07\t\xc2\x9b", "utf-8") == "\ufffd[2J\ufffd\t\ufffd"
+    assert _printable("é".encode() + b"\xff.", "ascii") == "??."
