@@ -75,11 +75,11 @@ def test_waits_double_up_to_a_minute_and_begin_anew_after_a_checkpoint(out, wait
 
 
 def test_the_count_is_of_starts_without_a_newer_checkpoint(out, waits, capsys):
-    ends = [moves(out, saves=step) for step in (5, 10, 15)]
+    ends = [moves(out, saves=step) for step in (5, 10)]
     assert run(out, *ends, LOST, LOST, restarts=2)[0] == 75
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith(f"error: process 1 died; the last saved step is 5, in {out}/checkpoi")
-    assert [line.rpartition("; ")[2] for line in said[1:]] == [
+    assert [line.rpartition("; ")[2] for line in said] == [
         "starting again in 1 s (restarts left: 1)",
         "starting again in 1 s (restarts left: 1)",
         "starting again in 2 s (restarts left: 0)",

@@ -172,17 +172,6 @@ def test_late_progress_is_dropped_or_carried(late, tmp_path, said):
     assert any("closed without late" in line for line in said)
 
 
-def test_an_island_with_nan_takes_the_anchor(tmp_path, said):
-    island = js.islands.join(str(tmp_path), name="one", sync_every=1, late="carry", merge=0.5)
-    step = js.make_train_step(loss, optax.sgd(0.1), mesh=js.virtual_mesh({"replica": 1}))
-    state = island.exchange(step.init(params()))
-    broken = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
-    state = island.exchange(broken)
-    for x, y in zip(whole(state.params), whole(params()), strict=True):
-        np.testing.assert_array_equal(x[0], y)
-    assert any("part of one is left out" in line for line in said)
-
-
 def test_report_and_status_tell_bytes_requests_and_who(tmp_path):
     (_, _, a), (_, _, b) = train_two(tmp_path, 1, quorum=2, periods=4)
     report, size = a.report(), 4 * (6 * 3 + 3)

@@ -282,11 +282,6 @@ def last_step(out: Path) -> int:
         return 0
 
 
-def steps_recorded(out: Path) -> list[int]:
-    """One per record of a step; notes of resumptions left out."""
-    return [record["step"] for record in records(out) if "loss" in record]
-
-
 def steps_saved(out: Path) -> list[int]:
     """Steps of the complete checkpoints."""
     folder = out / "checkpoints"
