@@ -163,7 +163,6 @@ def test_what_follows_from_other_options():
 
     assert warmup() == (16, 192)
     assert warmup("--steps", 77) == (7, 77)
-    assert warmup("--steps", 300, "--warmup", 3) == (3, 300)
     mesh = asked("--mesh", "stage=2,fsdp=1, replica = 3,device=2", "--batch", 8).mesh
     assert (mesh.num_replicas, mesh.devices_per_replica, mesh.batch_shards) == (3, 4, 2)
     assert asked("--mesh", "fsdp=2", "--replicas", 5).mesh.num_replicas == 5

@@ -23,7 +23,6 @@ TIES = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, -1.0, -1.
 ZEROS = torch.tensor([[0.0, 0.0, 0.0], [0.0, 2.0, 3.0], [1.0, 0.0, 0.0], [1.0, -2.0, 3.0]])
 EQUAL = torch.ones(2, 3)
 SATURATED = torch.tensor([[200.0, -200.0, 0.0], [-200.0, -200.0, 200.0], [0.0, 0.0, 0.0]])
-MASKED = torch.tensor([[-INF, 0.0, 1.0], [-INF, -INF, 2.0], [0.0, 0.0, 0.0]])
 NO_KEY = torch.tensor([[-INF, -INF, -INF], [0.0, 0.0, -INF]])
 REPEATED = torch.tensor([1, 1, 0, 1])
 IMAGE = torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 2.0, 2.0]).repeat(32).reshape(2, 2, 8, 8)
@@ -119,13 +118,6 @@ def pairs():
     }
 
 
-def quotients():
-    return {
-        **of(torch, "hypot remainder fmod div"),
-        "div by trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc") + x,
-    }
-
-
 def powers():
     return {"pow": torch.pow, "xlogy": torch.xlogy, "xlog1py": torch.special.xlog1py}
 
@@ -171,16 +163,6 @@ def attention(x):
     heads = x.nan_to_num(neginf=1.0).reshape(1, 1, -1, 3)
     mask = torch.tensor([[False, False], [True, False]])
     return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask)
-
-
-def masked():
-    return {
-        **of(torch, "nan_to_num exp sigmoid"),
-        **along_rows("softmax logsumexp max"),
-        "log_softmax": lambda x: x.log_softmax(1)[:, 2],
-        "logaddexp": lambda x: torch.logaddexp(x[0], x[1]),
-        "logsigmoid": lambda x: F.logsigmoid(-x),
-    }
 
 
 def without_key():
@@ -243,11 +225,9 @@ GROUPS = {
     "positive numbers": (positive, POSITIVE),
     "numbers in [-1, 1]": (unit, UNIT),
     "pairs": (pairs, A, B),
-    "quotients": (quotients, A, NONZERO),
     "powers": (powers, BASES, EXPONENTS),
     "ties": (reductions, TIES),
     "zeros": (of_zeros, ZEROS),
-    "infinities": (masked, MASKED),
     "no key": (without_key, NO_KEY),
     "saturation": (saturated, SATURATED),
     "probabilities": (probabilities, PROBABILITIES),
