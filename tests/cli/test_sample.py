@@ -3,7 +3,6 @@
 Those are held against a loop that asks the model for one byte at a time.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from cli.commands import QUICK, TINY, json_of, run
+from cli.commands import QUICK, TINY, run
 from jaxslowmo.checkpoint import load_consensus
 from jaxslowmo.cli._config import SampleConfig
 from jaxslowmo.cli._sample import _printable, find_model, generate
@@ -69,15 +68,6 @@ def test_the_command_is_deterministic_and_says_the_prompt(call, gossip):
     assert call(ask, "--seed 1").out != first.out
     assert call(ask, "--step 3").out != first.out
     call("sample", gossip, "--step 4").is_refused("step 4", "3, 5")
-
-
-def test_damage_names_the_option_that_takes_the_checkpoint_before(call, copied):
-    shutil.rmtree(copied / "checkpoints" / "5" / "state")
-    outcome = call("sample", copied)
-    outcome.is_refused("--step 3 takes the one before.\n")
-    record = copied / "model" / "jaxslowmo.json"
-    record.write_text(json.dumps(json_of(record) | {"extra": {}}))  # as one of another program
-    call("sample", copied / "model").is_refused(copied / "model", "--export")
 
 
 MODEL = GPTConfig(num_layers=1, num_heads=2, embed_dim=16, context_length=8)
