@@ -147,36 +147,13 @@ class Stand:
                 subprocess.run(["umount", "--lazy", disk], check=True)
         assert not left, f"left after {_GONE_SECONDS} s: {[' '.join(p.arguments) for p in left]}"
 
-    def launch(
-        self,
-        *options: str | Path,
-        restarts: int = 0,
-        fault: Fault | None = None,
-        processes: int = 2,
-    ) -> Run:
-        """`jaxslowmo launch` of two processes, or more.
+    def launch(self, *options: str | Path, restarts: int = 0, processes: int = 2) -> Run:
+        """`jaxslowmo launch` of so many processes with options of `train`."""
+        head = ["launch", "--processes", str(processes), "--restarts", str(restarts), "--"]
+        return self._start([[*head, *self._train(options)]])
 
-        Args:
-          options: of `train`.
-          restarts: of `launch`.
-          fault: in the trainers.
-          processes: their number.
-        """
-        number = ("--processes", str(processes), "--restarts", str(restarts))
-        head = ("launch", *number, "--")
-        return self._start([[*head, *self._train(options)]], fault)
-
-    def train(
-        self,
-        *options: str | Path,
-        fault: Fault | None = None,
-    ) -> Run:
-        """`jaxslowmo train` on every host, or twice, as a cluster starts it.
-
-        Args:
-          options: of all.
-          fault: in the trainers.
-        """
+    def train(self, *options: str | Path, fault: Fault | None = None) -> Run:
+        """`jaxslowmo train` on every host, or twice, as a cluster starts it."""
         count = len(self._hosts) or 2
         place = f"{self._hosts[0].address}:9000" if self._hosts else f"127.0.0.1:{free_port()}"
         all_ = ("--coordinator", place, "--num-processes", str(count), "--replicas", str(count))
@@ -185,7 +162,7 @@ class Stand:
 
     def run(self, *commands: Sequence[object]) -> Run:
         """Python programs with their arguments."""
-        return self._start([list(map(str, command)) for command in commands], None, ())
+        return self._start([list(map(str, command)) for command in commands], program=())
 
     def disk(self, size: str) -> None:
         """Puts `out` on a disk of its own, of so many bytes (as "1500k")."""
@@ -199,14 +176,9 @@ class Stand:
         """All of the try that live."""
         return processes(self._mark)
 
-    def trainers(self) -> list[Process]:
-        """Those that train, in their order."""
-        found = [process for process in self.processes() if process.is_trainer]
-        return sorted(found, key=lambda process: process.index or 0)
-
-    def trainer(self, index: int) -> int:
-        """The pid of a trainer."""
-        return next(process.pid for process in self.trainers() if process.index == index)
+    def trainers(self) -> dict[int, int]:
+        """The pids of those that train, by their numbers."""
+        return {p.index or 0: p.pid for p in self.processes() if p.is_trainer}
 
     def left_after(self, seconds: float) -> list[Process]:
         """Processes that are still there after so long, and the slack."""
@@ -225,7 +197,7 @@ class Stand:
     def _start(
         self,
         commands: Sequence[Sequence[str]],
-        fault: Fault | None,
+        fault: Fault | None = None,
         program: Sequence[str] = ("-m", "jaxslowmo"),
     ) -> Run:
         said = self.folder / f"said{len(self.runs)}"

@@ -60,7 +60,7 @@ def hangs(stand: Stand) -> None:
 
     run.until(is_still, "the hang")
     run.strike()
-    os.kill(stand.trainer(0), signal.SIGTERM)
+    os.kill(stand.trainers()[0], signal.SIGTERM)
     run.ends(143, within=10)
     newest = max(steps_saved(stand.out))
     for index in range(len(run.commands)):
@@ -98,9 +98,9 @@ def killed(stand: Stand, kills: int) -> None:
     stand.out = stand.folder / "disturbed"
     run, gone = stand.launch(*options, restarts=kills, processes=3), set[int]()
 
-    def all_there() -> dict[int | None, int] | None:
+    def all_there() -> dict[int, int] | None:
         """By their numbers; none of them from the start before."""
-        own = {process.index: process.pid for process in stand.trainers()}
+        own = stand.trainers()
         return own if len(own) == 3 and not gone & {*own.values()} else None
 
     for number in range(kills):
