@@ -96,18 +96,6 @@ def test_forward_mode_agrees_with_reverse_mode():
     assert_close(jax.jit(jax.jacfwd(value))(params, floats), gradients[0])
 
 
-def test_second_derivatives_agree_in_both_orders():
-    _, value, params, floats = made()
-    move = like(params)
-
-    def slope(params):
-        return dot(jax.grad(value)(params, floats), move)
-
-    wanted = jax.jit(jax.grad(slope))(params)
-    twice = jax.grad(lambda p: jax.jvp(lambda p: value(p, floats), (p,), (move,))[1])
-    assert_close(jax.jit(twice)(params), wanted, 1e-5)
-
-
 def test_under_other_transformations():
     _, value, params, floats = made(training=False)
     gradient = jax.jit(jax.grad(value))
