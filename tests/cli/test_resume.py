@@ -52,12 +52,6 @@ def steps_in(out):
     return sorted(int(path.name) for path in (out / "checkpoints").iterdir())
 
 
-def lost_after(saved, step):
-    for later in steps_in(saved / "out"):
-        if later > step:
-            shutil.rmtree(saved / "out" / "checkpoints" / str(later))
-
-
 def rates(out):
     return {r["step"]: r["learning_rate"] for r in trajectory(out) if "learning_rate" in r}
 

@@ -6,7 +6,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-INF, NAN = math.inf, math.nan
+INF = math.inf
 # Every float here is a point at which some function below has a kink.
 SIZES = [0.0, 0.5, 1.0, 3.0, 6.0, 20.0, 88.0, 100.0, 200.0]
 POINTS = torch.tensor([*SIZES, *(-size for size in SIZES)])
@@ -21,7 +21,6 @@ BASES = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 2.0, -2.0, -2.0, 1e-30, 0.0])
 EXPONENTS = torch.tensor([0.0, 1.0, 2.0, 0.5, 0.0, 0.0, 2.0, 3.0, 0.0, 3.0])
 TIES = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 2.0, 2.0, 2.0], [0.0, -1.0, -1.0, 5.0]])
 ZEROS = torch.tensor([[0.0, 0.0, 0.0], [0.0, 2.0, 3.0], [1.0, 0.0, 0.0], [1.0, -2.0, 3.0]])
-EQUAL = torch.ones(2, 3)
 SATURATED = torch.tensor([[200.0, -200.0, 0.0], [-200.0, -200.0, 200.0], [0.0, 0.0, 0.0]])
 NO_KEY = torch.tensor([[-INF, -INF, -INF], [0.0, 0.0, -INF]])
 REPEATED = torch.tensor([1, 1, 0, 1])

@@ -1,4 +1,4 @@
-"""jax's transformations of a module: every input, forward mode, second derivatives, programs."""
+"""jax's transformations of a module: every input, forward mode, programs."""
 
 import jax
 import jax.numpy as jnp

@@ -23,9 +23,6 @@ from recipes.doc_blocks import (
     sections,
 )
 
-MULTI_STEPS = "optax.MultiSteps"
-MASKED = "optax.masked: leaves that stay local, leaves that are no floats"
-NOT_FINITE = "Skipping steps that are not finite"
 FSDP = "FSDP by jit and NamedSharding"
 
 
@@ -37,11 +34,6 @@ def assert_close(tree: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), tree, expected
     )
-
-
-def spread(leaf: Any) -> float:
-    """How far replicas are apart."""
-    return float(np.max(np.ptp(np.asarray(leaf), axis=0)))
 
 
 def test_the_loops_and_the_training_step_agree():
