@@ -4,7 +4,6 @@
 """
 
 import ast
-import importlib.metadata
 import json
 import pickle
 import subprocess
@@ -21,7 +20,7 @@ INIT = ast.parse(Path(js.__file__).read_text("utf-8"))
 # One process for all that a Python must show in which nothing has been imported yet: jax, which
 # takes long, is loaded once, and the package is imported anew before each part.
 PROGRAM = """
-import importlib.metadata, inspect, json, pickle, sys, types
+import importlib.metadata, inspect, json, pickle, sys
 said = {}
 EXTRAS = "flax grain matplotlib obstore orbax orbax.checkpoint rich safetensors tyro".split()
 HEAVY = [f"jaxslowmo.{x}" for x in ("embedding", "gradients", "pipeline", "reports", "train")]
@@ -45,14 +44,11 @@ inspect.unwrap(js), inspect.getdoc(js), hasattr(js, "__wrapped__"), hasattr(js, 
 said["dir"] = dir(js)
 js.topology.ring
 said["loaded by an import"] = loaded(["jax", "optax"])
-said["optax is missed"] = []
-for module in (None, types.ModuleType("optax")):  # missing, and one that is broken
-    sys.modules["optax"] = module
-    anew()
-    import jaxslowmo as js
-    uses = "from jaxslowmo import local_sgd", "js.local_sgd", "js.algorithms"
-    said["optax is missed"] += map(raised, uses)
-    del sys.modules["optax"]
+sys.modules["optax"] = None
+anew()
+import jaxslowmo as js
+said["optax is missed"] = [*map(raised, ("from jaxslowmo import local_sgd", "js.local_sgd"))]
+del sys.modules["optax"]
 anew()
 import jaxslowmo as js
 js.slowmo, js.local_sgd, js.make_mesh, js.chain
@@ -70,8 +66,6 @@ asked += loaded(EXTRAS)
 said["first use"] = []
 for use in (
     "from jaxslowmo import local_sgd as found",
-    "import jaxslowmo as js; js.local_sgd; found = vars(js)['local_sgd']",
-    "import jaxslowmo as js; js.make_train_step; found = js.algorithms.local_sgd",
     # What was set before the first use stays.
     "import jaxslowmo as js; js.sgp = 0; js.slowmo; found = js.sgp or js.local_sgd",
 ):
@@ -84,12 +78,10 @@ anew()
 said["pickled"] = pickle.loads(PICKLED).__name__
 def missing(name):
     raise importlib.metadata.PackageNotFoundError(name)
-import jaxslowmo
-said["versions"] = [jaxslowmo.__version__]
 importlib.metadata.version = missing
 anew()
 import jaxslowmo
-said["versions"].append(jaxslowmo.__version__)
+said["version"] = jaxslowmo.__version__
 print(json.dumps(said))
 """
 
@@ -105,12 +97,12 @@ def test_a_python_in_which_nothing_was_imported():
     assert said == {
         "ring without jax": [[1, 2], [2, 0], [0, 1]],
         "loaded by an import": [],
-        "optax is missed": [True] * 6,
+        "optax is missed": [True] * 2,
         "loaded by a name": [],
         "extras": [],  # not even looked for
-        "first use": [True] * 4,
+        "first use": [True] * 2,
         "pickled": "CommRow",
-        "versions": [importlib.metadata.version("jaxslowmo"), "0+checkout"],
+        "version": "0+checkout",
     }
 
 

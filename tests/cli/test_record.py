@@ -95,19 +95,14 @@ def test_a_resumed_run_goes_on_with_the_same_curves(tmp_path):
     assert curves(tmp_path)["loss"] == {1: 4.0, 2: float("inf"), 3: 3.0}
 
 
-@pytest.mark.parametrize("what", ["folder", "moved"])
-def test_records_come_back_when_files_are_deleted(tmp_path, what):
+def test_records_come_back_when_files_are_deleted(tmp_path):
     folder = tmp_path / "out"
     with opened(folder) as files:
         for step in range(3):
             files._add_record({"step": step, "loss": 1.0})
-        if what == "folder":
-            shutil.rmtree(folder)
-        else:
-            (folder / "metrics.jsonl").write_text("")
-            (folder / "metrics.jsonl").rename(folder / "old")
-        files._add_record({"step": 3, "loss": 1.0})
-        files._add_record({"step": 4, "loss": 1.0})
+        shutil.rmtree(folder)
+        for step in (3, 4):
+            files._add_record({"step": step, "loss": 1.0})
     assert steps(folder) == [0, 1, 2, 3, 4]
     assert json.loads((folder / "config.json").read_text())["preset"] == "1m"
 
@@ -125,35 +120,25 @@ class FullDisk(io.FileIO):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.fixture
-def full_disk(monkeypatch):
-    """A disk on which metrics.jsonl can take seven bytes more, and no file can be made."""
+def test_lines_wait_until_a_full_disk_takes_them_or_end_the_run(tmp_path, monkeypatch):
     usual = Path.open
 
-    def opened(path, mode="r", *args, **options):
+    def on_full(path, mode="r", *args, **options):
         if mode == "r+b":
             return io.BufferedRandom(FullDisk(path, "rb+"))
         if "w" in mode and FullDisk.is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return usual(path, mode, *args, **options)
 
-    def fill():
-        monkeypatch.setattr(Path, "open", opened)
-
-    return fill
-
-
-def test_lines_wait_until_a_full_disk_takes_them_or_end_the_run(tmp_path, monkeypatch, full_disk):
     def run():
         with opened(tmp_path) as files:
-            full_disk()
+            monkeypatch.setattr(Path, "open", on_full)
             with pytest.warns(UserWarning, match=r"metrics\S* does not grow: No space left"):
                 files._add_record({"step": 1, "loss": 1.0})
             files._add_record({"step": 2, "loss": 2.0})  # one warning is enough
             monkeypatch.setattr(FullDisk, "is_full", False)
             files._add_record({"step": 3, "loss": 3.0})
             assert steps(tmp_path) == [1, 2, 3]
-            files._add_record({"step": 4, "loss": 4.0})
             monkeypatch.setattr(FullDisk, "is_full", True)
             files._add_record({"step": 5})
 
@@ -165,7 +150,7 @@ def test_lines_wait_until_a_full_disk_takes_them_or_end_the_run(tmp_path, monkey
     assert code_of(raised.value) == 75
     monkeypatch.undo()
     write(tmp_path, {"step": 6}, after=5)
-    assert steps(tmp_path) == [1, 2, 3, 4, 6]
+    assert steps(tmp_path) == [1, 2, 3, 6]
 
 
 def test_bytes_of_events_that_no_kind_holds_together_add_up():

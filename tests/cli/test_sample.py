@@ -3,7 +3,6 @@
 Those are held against a loop that asks the model for one byte at a time.
 """
 
-import json
 import shutil
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from cli.commands import QUICK, TINY, json_of, run
+from cli.commands import QUICK, TINY, run
 from jaxslowmo.checkpoint import load_consensus
 from jaxslowmo.cli._config import SampleConfig
 from jaxslowmo.cli._sample import _printable, find_model, generate
@@ -71,15 +70,6 @@ def test_the_command_is_deterministic_and_says_the_prompt(call, gossip):
     call("sample", gossip, "--step 4").is_refused("step 4", "3, 5")
 
 
-def test_damage_names_the_option_that_takes_the_checkpoint_before(call, copied):
-    shutil.rmtree(copied / "checkpoints" / "5" / "state")
-    outcome = call("sample", copied)
-    outcome.is_refused("--step 3 takes the one before.\n")
-    record = copied / "model" / "jaxslowmo.json"
-    record.write_text(json.dumps(json_of(record) | {"extra": {}}))  # as one of another program
-    call("sample", copied / "model").is_refused(copied / "model", "--export")
-
-
 MODEL = GPTConfig(num_layers=1, num_heads=2, embed_dim=16, context_length=8)
 
 
@@ -98,8 +88,8 @@ def ranked(params):
     )
 
 
-@pytest.mark.parametrize("prompt", ["a", "a prompt that is longer", "äö"])
-def test_the_likeliest_bytes_of_a_window_that_slides(params, ranked, prompt):
+def test_the_likeliest_bytes_of_a_window_that_slides(params, ranked):
+    prompt = "a prompt that is longer, äö"
     text = [*prompt.encode()]
     for _ in range(12):
         text.append(int(ranked(text)[-1]))
@@ -124,13 +114,6 @@ def test_drawing(params, ranked):
     assert text(prompt=prompt, tokens=1)[:2] == b"\xffa"
 
 
-@pytest.mark.parametrize(
-    ("text", "encoding", "shown"),
-    [
-        (b"a\tb\r\n\x0c", "utf-8", "a\tb\r\n\x0c"),
-        (b"\x1b[2J\x07\x00\xc2\x9b", "utf-8", "\ufffd[2J\ufffd\ufffd\ufffd"),
-        ("é".encode() + b"\xff.", "ascii", "??."),
-    ],
-)
-def test_what_is_printed_neither_fails_nor_steers_the_terminal(text, encoding, shown):
-    assert _printable(text, encoding) == shown
+def test_what_is_printed_neither_fails_nor_steers_the_terminal():
+    assert _printable(b"\x1b[2J\x07\t\xc2\x9b", "utf-8") == "\ufffd[2J\ufffd\t\ufffd"
+    assert _printable("é".encode() + b"\xff.", "ascii") == "??."

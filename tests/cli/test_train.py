@@ -150,10 +150,8 @@ def test_patience_ends_a_run_that_does_not_improve(call, text, tmp_path):
 
 @pytest.mark.parametrize(
     ("algorithm", "periods"),
-    [
-        ("all_reduce", ""), ("sgp", ""), ("slowmo", "--sync-every 2 --slow-every 4"),
-    ],
-)  # fmt: skip
+    [("sgp", ""), ("slowmo", "--sync-every 2 --slow-every 4")],
+)
 def test_a_dry_run_says_what_a_run_then_sends(call, text, tmp_path, algorithm, periods):
     options = f"--algorithm {algorithm} --replicas 2 --steps 4 {periods}"
     told = call(TINY, QUICK, options, "--dry-run")

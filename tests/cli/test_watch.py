@@ -64,26 +64,6 @@ def test_another_process_that_failed_ends_this_one_with_its_code(notes, ends, ca
     assert "jaxslowmo/seen/1" in notes
 
 
-def test_the_coordinator_ends_only_when_the_others_have_seen_why(notes, ends):
-    """Or have had some seconds; where it is itself the one that fails, too."""
-
-    def leaves(index, code, line):
-        with pytest.raises(EndOfStart):
-            watch(index=index).exit_with(code, line)
-
-    notes["jaxslowmo/seen/1"] = ""
-    leaves(0, 1, "why")
-    assert json.loads(notes[_watch._FAILED]) == [0, 1, "why"]
-    del notes["jaxslowmo/seen/1"]
-    leaves(0, 1, "why")
-    # Nor does it wait for one that fails as well, over what differs between them, say.
-    del notes[_watch._FAILED]
-    leaves(1, 2, "process 1 has other options")
-    leaves(0, 2, "process 1 has other options")
-    assert json.loads(notes[_watch._FAILED])[0] == 1
-    assert ends == [1, 1, 2, 2]
-
-
 def test_an_exchange_that_fails_since_another_has_failed_ends_it_with_that_code(
     notes, ends, capfd, monkeypatch
 ):
@@ -96,51 +76,40 @@ def test_an_exchange_that_fails_since_another_has_failed_ends_it_with_that_code(
     assert capfd.readouterr().err == "error: process 1 has ended: KeyError: 'missing'\n"
 
 
-class Clock:
-    """Stands for the clock of `_watch`: no time passes but what a test says."""
-
-    def __init__(self, looks) -> None:
-        self.now, self._looks, self._seen = 0.0, looks, 0
-
-    def passes(self, seconds) -> None:
-        """Let time pass between two looks of the thread, and return after both."""
-        self._look()
-        self.now += seconds
-        self._look()
-
-    def _look(self) -> None:
-        # One whole look: that which is under way may have begun before.
-        end = len(self._looks) + 2
-        wait_until(lambda: len(self._looks) >= end or not _is_watching())
-
-
-def _is_watching() -> bool:
-    return any(thread.name == "watch" for thread in threading.enumerate())
-
-
 @pytest.fixture
 def clock(notes, monkeypatch):
-    looks = []
+    """`clock(seconds)` lets time pass between two looks of the watching thread."""
+    now, looks = [0.0], []
 
     def read_note(key):
-        if key == _watch._FAILED:
-            looks.append(key)
+        looks.append(key)
         return notes.get(key)
 
+    def look():
+        # A whole one: that which is under way may have begun before.
+        end = len(looks) + 4
+        wait_until(
+            lambda: len(looks) >= end or all(x.name != "watch" for x in threading.enumerate())
+        )
+
+    def passes(seconds):
+        look()
+        now[0] += seconds
+        look()
+
     monkeypatch.setattr(_watch, "read_note", read_note)
-    clock = Clock(looks)
     # Of the process, too, whose seconds are progress of a save that compresses.
     fake = types.SimpleNamespace(
-        monotonic=lambda: clock.now, process_time=lambda: 0.0, sleep=time.sleep
+        monotonic=lambda: now[0], process_time=lambda: 0.0, sleep=time.sleep
     )
     monkeypatch.setattr(_watch, "time", fake)
-    return clock
+    return passes
 
 
 def test_sigterm_without_progress_ends_it_and_names_the_last_checkpoint(notes, ends, capfd, clock):
     with watch() as own:
         own.step_done()
-        clock.passes(9)
+        clock(9)
         assert ends == []  # nobody has asked
         notes["RECEIVED_PREEMPTION_NOTICE"] = "2026-01-01"
         wait_until(lambda: ends)
@@ -151,12 +120,12 @@ def test_sigterm_without_progress_ends_it_and_names_the_last_checkpoint(notes, e
     assert json.loads(notes[_watch._FAILED])[:2] == [1, 143]  # the others end alike
 
 
-def test_without_progress_for_longer_than_the_limit_all_end(notes, ends, capfd, clock):
+def test_without_progress_for_longer_than_the_limit_all_end(ends, capfd, clock):
     with watch(stall=1800) as own:
         for _ in range(30):
             own.step_done()
-            clock.passes(100)
+            clock(100)
         assert ends == []
-        clock.passes(1701)
+        clock(1701)
     assert ends == [75]
     assert "nothing has advanced for 1801 s (stall_timeout); the last" in capfd.readouterr().err

@@ -104,15 +104,6 @@ def missing() -> list[str]:
         return [f"network namespaces with shaped links ({error})"]
 
 
-def left_out() -> dict[str, str]:
-    """Return the test files that need more than `hosts` and what is missing here, as a sentence."""
-    if shutil.which("mpirun"):
-        return {}
-    file = "test_mpirun.py"
-    line = f"test-cluster: {file} was left out, and not passed: `mpirun` (openmpi-bin) is missing."
-    return {file: line}
-
-
 def remove_leftovers() -> None:
     """Remove the hosts of runs that were killed, and what still runs on them."""
     for name in _names():
@@ -182,5 +173,3 @@ def _run(*command: str) -> str:
 if __name__ == "__main__":  # what `make test-cluster` asks first
     if lacks := missing():
         sys.exit(f"test-cluster: not run, and not passed: missing here: {', '.join(lacks)}.")
-    for _line in left_out().values():
-        print(_line)

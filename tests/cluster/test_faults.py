@@ -30,7 +30,7 @@ def trained(request, four_hosts, programs, tmp_path):
 @pytest.mark.parametrize("trained", [3], indirect=True)
 def test_a_coordinator_that_is_killed(trained):
     stand, run = trained
-    os.kill(stand.trainer(0), signal.SIGKILL)
+    os.kill(stand.trainers()[0], signal.SIGKILL)
     run.ends(137, 75, within=WITHIN)
     assert run.codes == (137, 75, 75)
     assert "error: this process was killed by SIGKILL; the last saved" in run.err(0)

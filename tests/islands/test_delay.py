@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,8 +12,7 @@ import optax
 import pytest
 
 import jaxslowmo as js
-from islands.test_island import of_one_job, train, whole
-from islands.test_joining import Trained, Unanswered
+from islands.test_island import of_one_job, train, train_two, whole
 from islands.together import batch, loss, params, run_together
 from jaxslowmo.islands import IslandsError
 from support.replay import header, objects, replay
@@ -22,15 +22,10 @@ from support.waiting import wait_until
 @pytest.mark.parametrize(("delay", "merge"), [(1, 0.0), (3, 0.3)])
 def test_islands_with_a_delay_end_where_one_job_with_it_ends(delay, merge, tmp_path):
     options = {"delay": delay, "merge": merge}
-    runs = [
-        functools.partial(
-            train, tmp_path, f"island-{i}", slice(2 * i, 2 * i + 2), periods=8, quorum=2, **options
-        )
-        for i in range(2)
-    ]
+    ends = train_two(tmp_path, 2, periods=8, quorum=2, **options)
     job = of_one_job(js.diloco, 4, 8, **options)
     blocking = of_one_job(js.diloco, 4, 8)
-    for i, (_, state, _) in enumerate(run_together(runs)):
+    for i, (_, state, _) in enumerate(ends):
         for one, expected, other in zip(whole(state.params), job, blocking, strict=True):
             part = slice(2 * i, 2 * i + 2)
             np.testing.assert_allclose(one, expected[part], rtol=0, atol=4e-6)
@@ -53,6 +48,31 @@ def test_a_loop_trains_while_the_others_are_waited_for(tmp_path):
     assert island.round == 1
 
 
+class Trained:
+    """An island of one number, from which each update takes 1."""
+
+    def __init__(
+        self, url: Path, name: str, deadline: float, state: Any = None, **options: Any
+    ) -> None:
+        self.island = js.islands.join(
+            str(url), name=name, late="carry", deadline_seconds=deadline, **options
+        )
+        self.step = js.make_train_step(
+            lambda params, batch: jnp.sum(params["w"][None] * batch),
+            optax.sgd(1.0),
+            mesh=js.virtual_mesh({"replica": 1}),
+            sync=self.island.transform(),
+        )
+        start = self.step.init({"w": np.zeros(1, np.float32)})
+        self.state = self.island.exchange(start if state is None else state)
+
+    def train(self) -> None:
+        self.state, _ = self.step(self.state, np.ones((1, 1), np.float32))
+
+    def exchange(self) -> None:
+        self.state = self.island.exchange(self.state)
+
+
 def delayed(url: Any, name: str, deadline: float, **options: Any) -> Trained:
     """Return an island of one number whose first of two updates is taken."""
     return Trained(url, name, deadline, sync_every=2, delay=1, **options)
@@ -64,16 +84,25 @@ def rounds_of(url: Any) -> dict[str, Any]:
     return found
 
 
-def test_what_a_store_did_not_answer_beside_training_is_sent_with_the_next_exchange(tmp_path):
+def test_what_a_store_did_not_answer_beside_training_is_sent_with_the_next_exchange(
+    tmp_path, monkeypatch
+):
     island = delayed(tmp_path, "a", 0.3)
-    store: Any = island.island._store
-    bucket, store._object_store = store._object_store, Unanswered(store._object_store)
+    bucket: Any = island.island._store._object_store  # pyright: ignore
+    put = bucket.put
+
+    def unanswered(key: str, data: bytes) -> None:
+        put(key, data)
+        if "/part-" in key:
+            raise OSError("no answer")
+
+    monkeypatch.setattr(bucket, "put", unanswered)
     island.train()
     island.exchange()
     island.train()
     island.exchange()
     np.testing.assert_array_equal(island.state.params["w"], [[-2.0]])  # nothing has landed
-    store._object_store = bucket
+    monkeypatch.undo()
     for _ in range(2):
         island.train()
         island.exchange()
@@ -185,3 +214,24 @@ def test_an_island_that_stopped_before_it_landed_goes_on_as_one_that_did_not_sto
         assert counted_parts(url) == {**first[fate], 1: taken + 4, 2: taken + 8}
         if fate == "counted":
             np.testing.assert_array_equal(again.state.params["w"], whole.state.params["w"])
+
+
+def test_what_an_island_carries_over_counts_though_rounds_are_too_short_for_it(tmp_path):
+    first, late = Trained(tmp_path, "a", 0.1), Trained(tmp_path, "b", 0.1)
+    late.train()
+    late.train()
+    for _ in range(2):
+        first.train()
+        first.exchange()
+        late.exchange()  # the second time it sends its updates at once, to the open round
+    first.train()
+    first.exchange()
+    late.exchange()
+    assert rounds_of(tmp_path)["islands"] == [["a"], ["a"], ["a", "b"]]
+    # Outer steps along 1, 1 and (1 + 2) / 2, of SGD with Nesterov momentum.
+    anchor = velocity = 0.0
+    for away in (1.0, 1.0, 1.5):
+        velocity = 0.9 * velocity + away
+        anchor -= 0.7 * (0.9 * velocity + away)
+    np.testing.assert_allclose(first.state.params["w"], [[anchor]], rtol=1e-6)
+    np.testing.assert_array_equal(late.state.params["w"], first.state.params["w"])

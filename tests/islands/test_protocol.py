@@ -4,7 +4,7 @@ import itertools
 import math
 import random
 import re
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,23 +43,9 @@ SOUND = {"damages": 0, "loses": 0}
 SPOILED = {"damages": 4, "loses": 4}
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What an example is about."""
-
-    islands: int
-    quorum: int
-    late_share: float
-    snapshot_every: int
-    keep: int | None
-    codec: str | None
-    trouble: dict[str, int]
-    spoils: dict[str, int]
-    nan: int
-
-
+# What an example is about.
 SETTINGS = st.builds(
-    Setting,
+    SimpleNamespace,
     islands=st.sampled_from([3, 2, 1, 3]),
     quorum=st.integers(1, 3),
     late_share=st.sampled_from([1.0, 0.0, 0.5, 1.0]),
@@ -89,7 +75,7 @@ class Example:
       limit: how many choices are random; the others are harmless.
     """
 
-    def __init__(self, setting: Setting, seed: int, limit: int) -> None:
+    def __init__(self, setting: SimpleNamespace, seed: int, limit: int) -> None:
         self.setting, self.random, self.limit = setting, random.Random(seed), limit
         self.quorum = min(setting.quorum, setting.islands)
         self.part_codec = PART_CODECS[setting.codec]

@@ -5,23 +5,19 @@ import itertools
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import jaxslowmo as js
 from islands.silent import silent_server
+from islands.test_island import train, train_two
+from islands.together import batch
 from jaxslowmo.islands import IslandsError
 from jaxslowmo.islands._store import ObstoreClient
 from support.replay import objects, replay
 from support.s3_server import BUCKET, KEY, SECRET, environment, make_bucket, served
 
-SYNC_EVERY, RATE = 2, 0.125
-# Displacements are these times the updates, so that it shows whether any update is lost.
-SLOPES = np.array([1.0, -2.0, 4.0], np.float32)
 # A region of moto's own warns; the library beneath is not ours.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 _folders = itertools.count()
@@ -56,39 +52,15 @@ def run(endpoint) -> str:
     return f"s3://{BUCKET}/run{next(_folders)}"
 
 
-def step_of(island: Any) -> js.train.TrainStep:
-    return js.make_train_step(
-        lambda params, batch: jnp.sum(params["w"] * SLOPES) + 0 * jnp.sum(batch),
-        optax.sgd(RATE),
-        mesh=js.virtual_mesh({"replica": 2}),
-        sync=island.transform(),
-    )
-
-
-def train(url: str, name: str, rounds: int, **options) -> tuple[int, str]:
-    """Train until a round; return the updates that this took, and the digest of the anchor."""
-    island = js.islands.join(url, name=name, sync_every=SYNC_EVERY, quorum=2, **options)
-    step = step_of(island)
-    state = island.exchange(step.init({"w": np.arange(3, dtype=np.float32)}))
-    rows = itertools.repeat(np.zeros((2, 1), np.float32))
-    for result in js.train_loop(step, state, rows, hooks=[island]):
-        if result.reports.get("round") == rounds:
-            assert island._rounds is not None
-            return result.step, island._rounds.anchor.digest
-    raise AssertionError("unreachable")
-
-
-def train_two(url: str, rounds: int, **options) -> list[tuple[int, str]]:
-    with ThreadPoolExecutor(2) as pool:
-        one = lambda name: train(url, name, rounds, **options)  # noqa: E731
-        return list(pool.map(one, ("paris", "tokyo")))
+def digests(url: str) -> set[str]:
+    """Of the anchors at which two islands end after four rounds."""
+    ends = train_two(url, 1, periods=4, quorum=2)
+    return {island._rounds.anchor.digest for _, _, island in ends}
 
 
 def test_a_run_over_s3_is_that_over_a_folder_and_holds_no_credentials(run, tmp_path, said):
-    over_s3 = train_two(run, 4)
-    assert over_s3 == train_two(str(tmp_path), 4)
-    found = objects(run)
-    assert {digest for _, digest in over_s3} == {replay(found)["digests"][4]}
+    over_s3, found = digests(run), objects(run)
+    assert over_s3 == digests(str(tmp_path)) == {replay(found)["digests"][4]}
     text = b"".join([*found.values(), *map(str.encode, [*found, *said])])
     assert KEY.encode() not in text
     assert SECRET.encode() not in text
@@ -134,10 +106,9 @@ def test_a_store_that_falls_silent_costs_an_exchange_its_deadline_and_no_progres
         with served(port=port) as endpoint:
             for name, value in environment(endpoint).items():
                 monkeypatch.setenv(name, value)
-            island = js.islands.join(url, name="a", deadline_seconds=1)
-            step = step_of(island)
-            state = island.exchange(step.init({"w": np.zeros(3, np.float32)}))
-            state, _ = step(state, np.zeros((2, 1), np.float32))
+            one = slice(0, 1)
+            step, state, island = train(url, "a", one, periods=0, deadline_seconds=1)
+            state, _ = step(state, batch(1, one))
         with silent_server(port):
             same = pool.submit(island.exchange, state).result(PATIENCE)
             joining = pool.submit(js.islands.join, url, name="b", deadline_seconds=1)

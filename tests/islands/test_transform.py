@@ -18,13 +18,11 @@ STAR = js.topology.star(REPLICAS)  # its nodes have push-sum weights that differ
 BASES = {
     "local_sgd": lambda: js.local_sgd("replica", sync_every=3),
     "gossip": lambda: js.sgp("replica", graph=STAR, overlap=1),
-    "gossip of any number": lambda: js.sgp("replica"),
     "late gossip": lambda: js.sgp("replica", graph=STAR, overlap=2),
     "only_finite": lambda: js.only_finite(js.local_sgd("replica", sync_every=3)),
 }
 AROUND = {
     "": lambda base: base,
-    "slowmo": lambda base: js.slowmo("replica", base=base, sync_every=3),
     "slowmo that merges": lambda base: js.slowmo("replica", base=base, sync_every=3, merge=0.5),
 }
 
@@ -50,9 +48,8 @@ def trained(
     ("base", "around", "mode"),
     [
         ("local_sgd", "", "host"),
-        ("gossip of any number", "slowmo", "traced"),
-        ("late gossip", "slowmo that merges", "host"),
-        ("only_finite", "slowmo", "host"),
+        ("late gossip", "slowmo that merges", "traced"),
+        ("only_finite", "slowmo that merges", "host"),
     ],
 )
 def test_a_base_runs_as_it_does_alone(base, around, mode):

@@ -79,17 +79,12 @@ def images(steps: int, size: int = BATCH) -> list[dict[str, np.ndarray]]:
 
 
 def rows(steps: int, size: int = BATCH) -> list[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(1)
-    batches = []
-    for _ in range(steps):
-        x = rng.normal(size=(size, 8)).astype(np.float32)
-        batches.append({"x": x, "y": x[:, :4].argmax(-1).astype(np.int32)})
-    return batches
+    x = np.random.default_rng(1).normal(size=(steps, size, 8)).astype(np.float32)
+    return [{"x": row, "y": row[:, :4].argmax(-1).astype(np.int32)} for row in x]
 
 
 def tokens(steps: int, size: int = BATCH) -> list[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(2)
-    x = [rng.integers(0, VOCABULARY, (size, 5)).astype(np.int32) for _ in range(steps)]
+    x = np.random.default_rng(2).integers(0, VOCABULARY, (steps, size, 5)).astype(np.int32)
     return [{"x": t, "y": (t + 1) % VOCABULARY} for t in x]
 
 

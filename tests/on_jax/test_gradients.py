@@ -38,17 +38,13 @@ def of_gradients(module, x):
     return gradient.square().sum()
 
 
-def of_functional_gradients(module, x):
-    return torch.func.grad(lambda x: module(x).tanh().sum())(x).square().sum()
-
-
 def of_hooks(module, x):
     y = module(x)
     y.register_hook(lambda gradient: 3 * gradient)
     return y.square().sum()
 
 
-@pytest.mark.parametrize("loss", [of_function, of_gradients, of_functional_gradients, of_hooks])
+@pytest.mark.parametrize("loss", [of_function, of_gradients, of_hooks])
 def test_a_module_may_differentiate_by_itself(loss):
     models.assert_as_torch(nn.Linear(8, 8), loss, X)
 

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from torch_compat import on_jax
-from torch_compat.on_jax.tracing import Lowerings, decompositions
 
 
 class Rows(nn.Module):
@@ -78,41 +77,3 @@ def test_second_derivatives_are_torchs():
 
     wanted = torch.autograd.functional.hessian(of_weight, module.weight).numpy()
     np.testing.assert_allclose(found["weight"]["weight"], wanted, atol=1e-5 * np.abs(wanted).max())
-
-
-def is_by_jax(name, env):
-    """Whether a backward pass is neither torchax's nor composed by torch of other operations."""
-    aten = torch.ops.aten
-    packet, forward = getattr(aten, name), getattr(aten, name.removesuffix("_backward"), None)
-    func = getattr(packet, "default", None)
-    if func is None or forward is None or func in decompositions():
-        return False
-    return not {packet, func} & env._ops.keys() and {forward, forward.default} & env._ops.keys()
-
-
-def test_backward_passes_by_jax_are_in_the_table_or_have_no_kink(monkeypatch):
-    """Where torchax has no backward pass, it is jax's derivative of the forward pass."""
-    tried = set()
-    run = Lowerings.run
-
-    def noted(env, node, values):
-        tried.add(node.target.overloadpacket.__name__.removesuffix("_backward"))
-        return run(env, node, values)
-
-    monkeypatch.setattr(Lowerings, "run", noted)
-    for group in kinks.GROUPS:
-        rows = Rows(group)
-        apply = on_jax.as_apply(rows)
-        _, params, state = on_jax.as_loss(rows, lambda module, batch: 0)
-
-        def summed(params, apply=apply, state=state):
-            return sum(y.sum() for y in apply(params, state).values())
-
-        jax.eval_shape(jax.grad(summed), params)
-    env = Lowerings()
-    by_jax = {
-        name.removesuffix("_backward")
-        for name in dir(torch.ops.aten)
-        if name.endswith("_backward") and is_by_jax(name, env)
-    }
-    assert by_jax - tried - set(kinks.SMOOTH.split()) == set()

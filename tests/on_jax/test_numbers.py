@@ -37,9 +37,7 @@ def step_of(module):
 # What is set, and what a step says of it.
 CHANGES = [
     (lambda m: vars(m.inner).update(temperature=0.5), "inner.temperature was 2.0 and is 0.5"),
-    (lambda m: vars(m.inner).update(flag=1), "inner.flag was True and is 1"),
     (lambda m: vars(m.inner).update(window=(1, 3)), "inner.window was (1, 2) and is (1, 3)"),
-    (lambda m: vars(m.inner).update(temperature=np.float32(0.5)), "inner.temperature was 2.0"),
     (lambda m: vars(m).update(name="two", calls=3), "name was 'one' and is 'two'"),
 ]
 
@@ -100,46 +98,22 @@ def test_a_retrace_refuses_and_what_is_not_compiled_follows():
 
 
 class Counts(nn.Module):
-    def __init__(self, function) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.inner, self.function = nn.Linear(2, 2), function
-        self.inner.calls, self.last, self.is_new = 0, None, True
+        self.inner = nn.Linear(2, 2)
+        self.inner.calls, self.shape = 0, None
 
     def forward(self, x):
-        self.function(self, x)
+        self.inner.calls, self.shape = self.inner.calls + 1, tuple(x.shape)
         return self.inner(x)
 
 
-@pytest.mark.parametrize("name", ["inner.calls", "is_new"])
-def test_what_forward_changes_is_refused_by_name(name):
-    def change(module, x):
-        if name == "is_new":
-            module.is_new = False
-        else:
-            module.inner.calls += 1
-
-    module = Counts(change)
+def test_what_forward_changes_is_refused_by_name():
+    """Shapes, and what was none, may be kept."""
+    module = Counts()
     before = dict(vars(module))
     loss_fn, params, _ = on_jax.as_loss(module, loss)
-    with pytest.raises(ValueError, match=f"^as_loss: the module changes {name} in forward"):
+    with pytest.raises(ValueError, match=r"^as_loss: the module changes inner\.calls in forward"):
         jax.jit(loss_fn)(params, X)
     assert vars(module) == before
     assert module.inner.calls == 0
-
-
-def remember(module, x):
-    module.last, module.rows = tuple(x.shape), len(x)
-
-
-def test_shapes_and_what_was_none_may_be_kept():
-    module = Counts(remember)
-    module.rows = None
-    before = dict(vars(module))
-    loss_fn, params, _ = on_jax.as_loss(module, loss)
-    step = jax.jit(loss_fn)
-    step(params, X)
-    assert vars(module) == before
-    module(torch.from_numpy(X[:1]))  # in plain torch
-    assert module.rows == 1
-    loss_fn.before_run()
-    step(params, X[:1])

@@ -56,11 +56,6 @@ def by_hand(page: dict[str, Any], period: int, optimizer: optax.GradientTransfor
     return replicas[0]
 
 
-def test_a_reduction_in_the_loop_trains_as_pmean_did(page):
-    assert_consensus(page["old_params"])
-    jax.tree.map(np.testing.assert_array_equal, page["reduced_params"], page["old_params"])
-
-
 @pytest.mark.parametrize("name", ["local_sgd", "slowmo"])
 def test_a_replica_that_skips_its_update_stays_in_step(page, name):
     params, (optimizer, sync) = page["trained"][name]

@@ -79,13 +79,3 @@ def test_replicas_train_alike_wherever_they_run(title, monkeypatch):
     batches = jax.tree.map(lambda *x: np.stack(x), *names["batches"])
     names["replicas"], names["losses"] = step.scan(step.init(names["state"]), batches)
     assert_close(leaves(names), expected)
-
-
-@pytest.mark.parametrize("title", ["flax nnx", "Keras"])
-def test_replicas_draw_masks_of_their_own(title):
-    """On the same examples their losses differ by them alone."""
-    x, y = fresh(PAGE, SETTING)["batches"][0]
-    same = np.concatenate([x[:16]] * REPLICAS), np.concatenate([y[:16]] * REPLICAS)
-    changes = {"in batches:": "in [batch]:"}
-    losses = trained(title, changes=changes, batch=same)["losses"]
-    assert len(np.unique(losses[0])) == REPLICAS

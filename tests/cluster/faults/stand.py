@@ -5,7 +5,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from faults.watching import MARK, Process, Silence, processes
+from faults.watching import MARK, Process, processes
 from namespaces import Host
 from small_runs import LIGHT, LIGHT_FILE, quick, small_text
 
@@ -74,12 +73,6 @@ class Run:
         """Says that the fault happens now: from here the time to the end is counted."""
         self._begin = time.monotonic()
 
-    def send(self, number: int) -> None:
-        """A signal to all commands: the fault."""
-        self.strike()
-        for command in self.commands:
-            command.send_signal(number)
-
     def ends(self, *codes: int, within: float = _START_SECONDS) -> None:
         """Waits for the end of all, with one of these codes each; a good end leaves no litter."""
         for command in self.commands:
@@ -135,15 +128,8 @@ class Stand:
         self._hosts = hosts
         self._programs, self._mark = programs, uuid.uuid4().hex
         self._disks: list[Path] = []
-        self._silence = Silence(self._mark, lambda: self.out)
-
-    @property
-    def silence(self) -> float:
-        """Seconds: the longest in which all trainers waited."""
-        return self._silence.longest
 
     def __enter__(self) -> "Stand":
-        self._silence.start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
@@ -151,7 +137,6 @@ class Stand:
             # After an error they may well still run.
             left = [] if error is not None else self.left_after(_GONE_SECONDS)
         finally:
-            self._silence.stop()
             for process in self.processes():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
@@ -162,54 +147,22 @@ class Stand:
                 subprocess.run(["umount", "--lazy", disk], check=True)
         assert not left, f"left after {_GONE_SECONDS} s: {[' '.join(p.arguments) for p in left]}"
 
-    def launch(
-        self,
-        *options: str | Path,
-        restarts: int = 0,
-        fault: Fault | None = None,
-        processes: int = 2,
-    ) -> Run:
-        """`jaxslowmo launch` of two processes, or more.
+    def launch(self, *options: str | Path, restarts: int = 0, processes: int = 2) -> Run:
+        """`jaxslowmo launch` of so many processes with options of `train`."""
+        head = ["launch", "--processes", str(processes), "--restarts", str(restarts), "--"]
+        return self._start([[*head, *self._train(options)]])
 
-        Args:
-          options: of `train`.
-          restarts: of `launch`.
-          fault: in the trainers.
-          processes: their number.
-        """
-        number = ("--processes", str(processes), "--restarts", str(restarts))
-        head = ("launch", *number, "--")
-        return self._start([[*head, *self._train(options)]], fault)
-
-    def train(
-        self,
-        *options: str | Path,
-        fault: Fault | None = None,
-        other: Sequence[str | Path] = (),
-    ) -> Run:
-        """`jaxslowmo train` on every host, or twice, as a cluster starts it.
-
-        Args:
-          options: of all.
-          fault: in the trainers.
-          other: options of process 1.
-        """
+    def train(self, *options: str | Path, fault: Fault | None = None) -> Run:
+        """`jaxslowmo train` on every host, or twice, as a cluster starts it."""
         count = len(self._hosts) or 2
         place = f"{self._hosts[0].address}:9000" if self._hosts else f"127.0.0.1:{free_port()}"
         all_ = ("--coordinator", place, "--num-processes", str(count), "--replicas", str(count))
-        commands = [
-            [*self._train(options), *all_, "--process-id", str(i), *(other if i == 1 else ())]
-            for i in range(count)
-        ]
+        commands = [[*self._train(options), *all_, "--process-id", str(i)] for i in range(count)]
         return self._start(commands, fault)
-
-    def one(self, *options: str | Path) -> Run:
-        """`jaxslowmo train` once; as process 0 of two where `options` have a coordinator."""
-        return self._start([self._train(options)], None)
 
     def run(self, *commands: Sequence[object]) -> Run:
         """Python programs with their arguments."""
-        return self._start([list(map(str, command)) for command in commands], None, ())
+        return self._start([list(map(str, command)) for command in commands], program=())
 
     def disk(self, size: str) -> None:
         """Puts `out` on a disk of its own, of so many bytes (as "1500k")."""
@@ -223,14 +176,9 @@ class Stand:
         """All of the try that live."""
         return processes(self._mark)
 
-    def trainers(self) -> list[Process]:
-        """Those that train, in their order."""
-        found = [process for process in self.processes() if process.is_trainer]
-        return sorted(found, key=lambda process: process.index or 0)
-
-    def trainer(self, index: int) -> int:
-        """The pid of a trainer."""
-        return next(process.pid for process in self.trainers() if process.index == index)
+    def trainers(self) -> dict[int, int]:
+        """The pids of those that train, by their numbers."""
+        return {p.index or 0: p.pid for p in self.processes() if p.is_trainer}
 
     def left_after(self, seconds: float) -> list[Process]:
         """Processes that are still there after so long, and the slack."""
@@ -238,11 +186,6 @@ class Stand:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
-
-    def clear(self, path: Path) -> None:
-        """Deletes a folder into which somebody writes."""
-        while path.exists():
-            shutil.rmtree(path, ignore_errors=True)
 
     def _train(self, options: Sequence[str | Path]) -> list[str]:
         file = self.folder / "options.json"
@@ -254,7 +197,7 @@ class Stand:
     def _start(
         self,
         commands: Sequence[Sequence[str]],
-        fault: Fault | None,
+        fault: Fault | None = None,
         program: Sequence[str] = ("-m", "jaxslowmo"),
     ) -> Run:
         said = self.folder / f"said{len(self.runs)}"
@@ -309,11 +252,6 @@ def last_step(out: Path) -> int:
         return max((record["step"] for record in records(out)), default=0)
     except json.JSONDecodeError:
         return 0
-
-
-def steps_recorded(out: Path) -> list[int]:
-    """One per record of a step; notes of resumptions left out."""
-    return [record["step"] for record in records(out) if "loss" in record]
 
 
 def steps_saved(out: Path) -> list[int]:

@@ -6,10 +6,9 @@ torch ships inputs for every operation and module with all its options, for its 
 import copy
 import functools
 import re
-import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -322,42 +321,7 @@ def outcomes(name: str, dtype: torch.dtype, number: int | None = None) -> dict[s
     return found
 
 
-def merged(found: Iterable[str]) -> str:
-    """Return what the list says of an operation whose calls have these outcomes."""
-    kinds = {
-        kind: sorted(x for x in found if x.startswith(kind)) for kind in ("differs", "refused")
-    }
-    if kinds["differs"]:
-        return kinds["differs"][0]
-    names = [x.removeprefix("refused ") for x in kinds["refused"]]
-    return f"refused {', '.join(names)}" if names else "agrees"
-
-
 def listed() -> dict[str, str]:
     """Return what the list says of each operation and module."""
     rows = (row.split(" | ") for row in LIST.read_text().splitlines() if not row.startswith("#"))
     return {name.strip(): outcome for name, outcome in rows}
-
-
-def main() -> None:
-    """Write the rows of operations into the list: python sweep/trials.py [NUMBER [NAME ...]]."""
-    number = int(sys.argv[1]) if len(sys.argv) > 1 else None
-    rows, named = listed() if LIST.exists() else {}, set(sys.argv[2:])
-    for name in subjects():
-        if not named or name in named:
-            found = {k for dtype in TOLERANCES for k in outcomes(name, dtype, number)}
-            rows[name] = merged(found)
-            print(name, "|", rows[name], flush=True)
-    write(rows)
-
-
-def write(rows: dict[str, str]) -> None:
-    """Write the list."""
-    head = (
-        "# What torch's samples of each operation and module do in on_jax; written by trials.py.\n"
-    )
-    LIST.write_text(head + "".join(f"{name} | {rows[name]}\n" for name in sorted(rows)))
-
-
-if __name__ == "__main__":
-    main()
