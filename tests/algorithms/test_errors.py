@@ -91,6 +91,12 @@ UPDATES = {
     "inner state in an optax.chain": stepped(
         None, optax.chain(SGD, LOCAL_SGD(inner_state="average")), "`inner_state`", "js.chain"
     ),
+    "inner state in another form": stepped(
+        LOCAL_SGD(sync_every=1, inner_state="average"),
+        optax.contrib.muon(0.1),
+        "`inner_state`",
+        "float32[3]",
+    ),
     "axis of several": first(
         js.local_sgd(("replica", "devise")), "'devise'", "'replica'", execution="shard_map"
     ),

@@ -212,7 +212,7 @@ def test_a_wrong_file_is_one_line(call, tmp_path, name, text, part):
 # Calls of which each is wrong in one way, and what its line must hold.
 REFUSED: dict[str, tuple[str, ...]] = {
     "trian": ("trian", "did you mean train?"),
-    "train --lr 3": ("--lr", "did you mean --learning-rate?"),
+    "train --sync-every 2 --lr 3": ("--lr", "did you mean --learning-rate?"),
     "train --data a b": ("--data takes one value", "b is one too many"),
     "train --steps 0": ("--steps", "0"),
     "train --algorithm diloco --fragments 5": ("--slow-every", "5 fragments"),

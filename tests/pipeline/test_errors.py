@@ -39,6 +39,9 @@ TABLES = {
 balanced, by_cost = js.partition_balanced, js.partition_by_cost
 PARTITIONS = {
     "negative weights": Refusal(lambda: balanced([3, -1, 2, -4], 2), "`weights`", "-4 for layer 3"),
+    "parameters of fewer layers": Refusal(
+        lambda: js.pipeline.layer_flops([dense] * 3, WEIGHTS[:2], X), "`params`", "2 trees for 3"
+    ),
     "fewer layers than blocks": Refusal(lambda: by_cost([1, 2, 3], 2, 2), "`num_chunks`=2", "3 l"),
 }
 
@@ -86,6 +89,15 @@ def made(argument, value="", axes=(("stage", 2),), schedule=None, **options):
     return Refusal(lambda: pipe(axes, schedule, **options), argument, value)
 
 
+WIDER = [PARAMS[0], {**PARAMS[1], "up": np.ones((5, 6), np.float32)}, *PARAMS[2:]]
+
+
+def of_state(model_state, value):
+    counting = js.LayeredModel([lambda params, x, state: (dense(params, x), state)], mean)
+    call = lambda: counting(WEIGHTS[:1], X, model_state=model_state)  # noqa: E731
+    return Refusal(call, "`model_state`", value)
+
+
 FOUR = ("stage", 2), ("fsdp", 2)
 UP = [P(), {"up": P(None, "fsdp"), "bias": P(), "down": P()}, P(), P()]
 PIPELINES = {
@@ -102,6 +114,14 @@ CALLS = {
     "microbatches that do not divide": Refusal(
         lambda: jax.eval_shape(pipe(), PARAMS, tokens(6)), "4 microbatches", 6
     ),
+    "a key among the parameters": Refusal(
+        lambda: pipe(params=[{**PARAMS[0], "key": jax.random.key(0)}, *PARAMS[1:]]),
+        "`params`",
+        "a PRNG key",
+    ),
+    "parameters of other shapes": Refusal(lambda: pipe().layout.stack(WIDER), "`params`", [5, 6]),
+    "text in the model state": of_state([{"name": "a"}], "0/name"),
+    "model state of other layers": of_state([], "got 0"),
     "too few trees": Refusal(lambda: jax.eval_shape(pipe(), PARAMS[1:], tokens(8)), "`params`", 3),
     "the host inside of jit": Refusal(
         lambda: jax.jit(pipe(executor="host"))(PARAMS, tokens(8)), "`executor`", "jax.jit"

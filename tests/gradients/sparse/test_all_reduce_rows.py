@@ -9,7 +9,7 @@ import jaxslowmo as js
 from support.executions import lift
 from support.reports import rows as rows_of
 
-REPLICAS, NUM_ROWS, ENTRIES = 4, 12, 6
+REPLICAS, NUM_ROWS, ENTRIES = 4, 24, 6
 CLOSE = {"rtol": 0, "atol": 1e-6}
 
 
