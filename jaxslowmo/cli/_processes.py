@@ -173,6 +173,7 @@ class StopOnSignal(contextlib.ExitStack):
         super().__init__()
         self.reason: str | None = None
         self._calls, self._is_waiting = 0, False
+        self._has_handlers = threading.current_thread() is threading.main_thread()
         self._has_peers, self._watch = cluster.count > 1, cluster.watch
 
     def after_step(self, kind: Hashable = ()) -> str | None:
@@ -204,20 +205,30 @@ class StopOnSignal(contextlib.ExitStack):
     def interruptible_wait(self) -> Iterator[None]:
         """Run the block, which changes no state and waits for others, until it or a signal ends it.
 
-        With several processes signals are not Python's, and `Watch` ends what takes too long.
+        A signal may come just before the block waits, and its exception may be lost in a callback:
+        a timer looks for it every second. With several processes signals are not Python's, and
+        `Watch` ends what takes too long.
         """
-        self._is_waiting = True
-        try:
-            with contextlib.suppress(KeyboardInterrupt):
-                yield
-        finally:
-            self._is_waiting = False
+
+        def look(number: int, frame: FrameType | None) -> None:
+            if self.reason is not None:
+                raise KeyboardInterrupt
+
+        has_timer = self._has_handlers and not self._has_peers and hasattr(signal, "setitimer")
+        with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
+            stack.callback(setattr, self, "_is_waiting", False)
+            if has_timer:
+                stack.enter_context(signal_handlers({signal.SIGALRM: look}))
+                stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_REAL, 1, 1)
+            self._is_waiting = True
+            yield
 
     def __enter__(self) -> "StopOnSignal":
         handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM), self._signal)
         if self._has_peers:
             handlers = {signal.SIGINT: signal.SIG_IGN}
-        if threading.current_thread() is threading.main_thread():
+        if self._has_handlers:
             self.enter_context(signal_handlers(handlers))
         return self
 

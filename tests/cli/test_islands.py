@@ -86,10 +86,13 @@ def test_two_islands_end_with_one_model_though_one_was_stopped_while_it_waited(
         )
 
     first = start("a")
-    wait_until(lambda: first.poll() is not None or [*run.glob("rounds/*/part-a-*")])
-    first.send_signal(signal.SIGTERM)
-    shown, errors = first.communicate(timeout=PATIENCE_SECONDS)
-    assert first.returncode == 0, errors
+    try:
+        wait_until(lambda: first.poll() is not None or [*run.glob("rounds/*/part-a-*")])
+        first.send_signal(signal.SIGTERM)
+        shown, errors = first.communicate(timeout=PATIENCE_SECONDS)
+        assert first.returncode == 0, errors
+    finally:
+        first.kill()
     # With a delay it trains until the exchange is due.
     assert re.search(r"Saved at step [234]\b", shown)
 

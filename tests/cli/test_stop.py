@@ -1,6 +1,7 @@
 """Signals that only ask for an end, and what ends all processes when one fails."""
 
 import signal
+import threading
 
 import jax
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from jaxslowmo.cli._processes import Cluster, StopOnSignal
 from jaxslowmo.cli._watch import is_peer_failure
 from support.pairs import two_processes
+from support.waiting import PATIENCE_SECONDS
 
 
 def handlers() -> list[object]:
@@ -32,6 +34,16 @@ def test_the_first_signal_asks_and_the_second_ctrl_c_raises():
         assert handlers() == [signal.SIG_IGN, before[1]]
         assert stop.reason is None
     assert handlers() == before
+
+
+def test_a_signal_just_before_a_wait_ends_it():
+    before = signal.getsignal(signal.SIGALRM)
+    with StopOnSignal() as stop:
+        signal.raise_signal(signal.SIGTERM)
+        with stop.interruptible_wait():
+            assert threading.Event().wait(PATIENCE_SECONDS), "not ended"
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) == before
 
 
 PART = """
