@@ -21,6 +21,7 @@ GIVEN = {"coordinator": "h:1", "num_processes": 3, "process_id": 0}
         ({}, {}, False, None),
         ({}, SLURM, True, 4),
         ({}, {"SLURM_NTASKS": "4"}, False, None),  # in sbatch, before srun
+        ({}, SLURM | {"SLURM_NTASKS": "1"}, False, None),
         ({}, OMPI, True, 2),
         ({}, K8S, True, None),
         ({}, TPU, True, None),

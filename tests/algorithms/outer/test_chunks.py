@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jaxslowmo as js
 from jaxslowmo.collectives import _means
 from jaxslowmo.transform import _replica_group
+from jaxslowmo.tree import noted_buffers
 
 # Cut along rows, of which chunks take more than one, with some left; along columns; not at all.
 SHAPES = {"rows": (520, 3), "flat": (1048,), "columns": (70, 8), "whole": (70, 3), "small": (2,)}
@@ -68,7 +69,11 @@ def test_chunks_change_no_bit(mesh, sync, monkeypatch):
     for large in (1 << 24, 200):
         monkeypatch.setattr(_means, "_LARGE", large)
         monkeypatch.setattr(_replica_group, "LARGE_BYTES", large)
-        found.append(trained(mesh, sync, weight))
+        with noted_buffers() as noted:
+            found.append(trained(mesh, sync, weight))
+    assert {"rows", "flat", "columns", "whole"} <= {
+        "".join(x.leaves) for x in noted if x.exchange == "slow"
+    }
     # Of divisions and roots the compiler rounds some differently.
     equal = np.testing.assert_array_equal
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)

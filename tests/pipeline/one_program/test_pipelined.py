@@ -27,6 +27,15 @@ def by_parts(model, batch):
     return lambda params: sum(model(params, x) for x in parts) / 4
 
 
+def test_a_loss_that_is_a_pair_is_the_quotient_of_its_sums(mesh_of):
+    layers = [lambda params, x: x @ params] * 2
+    model = js.LayeredModel(layers, lambda out, batch: (jnp.sum(out), jnp.sum(batch[:, 0])))
+    params, batch = [np.eye(3, dtype=np.float32)] * 2, np.random.default_rng(0).random((8, 3))
+    pipe = js.pipelined(model, params, SCHEDULE, mesh=mesh_of({"stage": 2}))
+    loss = pipe(params, batch.astype(np.float32))
+    np.testing.assert_allclose(loss, batch.sum() / batch[:, 0].sum(), rtol=1e-5)
+
+
 def test_activations_and_parameters_may_be_trees_of_any_types(mesh_of):
     # bfloat16 values, integers and booleans travel; what has no cotangent gets none.
     def first(params, batch):
