@@ -5,9 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 
-import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -16,7 +14,6 @@ from etils import epath
 from checkpoint.runs import MODEL_STATE, PARAMS, after, leaf_bytes, rewrite_record
 from jaxslowmo.checkpoint import CheckpointError, Checkpoints
 from jaxslowmo.checkpoint._record import FORMAT
-from jaxslowmo.checkpoint._writing import FolderWrite
 from support.waiting import wait_until
 
 
@@ -48,23 +45,6 @@ def test_the_newest_are_kept_beside_other_files(step, state, tmp_path):
         assert (checkpoints.failure, checkpoints.written()) == (None, 0)
         assert checkpoints.folder == str(tmp_path)
     assert (tmp_path / "run.json").exists()
-
-
-def test_a_saved_state_may_be_donated_at_once(step, tmp_path, monkeypatch):
-    write = FolderWrite._write_part
-
-    def write_late(*args):
-        time.sleep(0.2)
-        return write(*args)
-
-    monkeypatch.setattr(FolderWrite, "_write_part", write_late)
-    state = step.init(PARAMS, model_state=MODEL_STATE)
-    saved = leaf_bytes(state)
-    with Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(0, state)
-        for x in jax.tree.leaves(state):
-            x.delete()
-    assert leaf_bytes(restore(tmp_path, step).state) == saved
 
 
 LOSSES = [("min", 3.0, 1), ("min", 1.0, 2), ("min", np.nan, 2), ("min", 1.0, 4)]

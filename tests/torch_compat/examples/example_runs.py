@@ -1,18 +1,14 @@
-"""Programs in forks of this process, which has imported what takes them seconds."""
+"""Programs in fresh processes: a fork of one that has touched XLA can abort."""
 
-import multiprocessing as mp
 import os
 import re
-import runpy
 import signal
+import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from support.waiting import PATIENCE_SECONDS, wait_until
 
@@ -28,31 +24,19 @@ class Program:
     def __init__(self, program: Path | str, *arguments: str, folder: Path, **environment: str):
         number = len(list(folder.iterdir()))
         self._out, self._err = (folder / f"{number}.{name}" for name in ("out", "err"))
-        self._out.touch()
-        self._err.touch()
-        environment = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": XLA_FLAGS, **environment}
-        arguments = (program, arguments, folder, environment)
-        self._process = mp.get_context("fork").Process(target=self._run, args=arguments)
-        self._process.start()
-
-    def _run(self, program: Path | str, arguments, folder: Path, environment) -> None:
-        os.setsid()  # a group of its own, for signals
-        for number, path in ((1, self._out), (2, self._err)):
-            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
-        sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1) for number in (1, 2))
-        if xm := sys.modules.get("torch_xla.core.xla_model"):
-            xm.master_print.__kwdefaults__["fd"] = sys.stdout  # not that of its import
-        os.environ.pop("CPU_NUM_DEVICES", None)
-        os.environ.update(environment)
-        os.chdir(folder)
-        warnings.resetwarnings()
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        torch.set_num_threads(1)
-        sys.argv = [str(program), *arguments]
-        if isinstance(program, Path):
-            runpy.run_path(str(program), run_name="__main__")
-        else:
-            runpy.run_module(f"torch_compat.examples.{program}", None, "__main__", alter_sys=True)
+        module = ("-m", f"torch_compat.examples.{program}")
+        words = (str(program),) if isinstance(program, Path) else module
+        given = {"PJRT_DEVICE": "CPU", "XLA_FLAGS": XLA_FLAGS, "PYTHONUNBUFFERED": "1"}
+        others = {n: x for n, x in os.environ.items() if n != "CPU_NUM_DEVICES"}
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self._process = subprocess.Popen(
+                [sys.executable, *words, *arguments],
+                cwd=folder,
+                env=others | given | environment,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,  # a group of its own, for signals
+            )
 
     @property
     def lines(self) -> list[str]:
@@ -66,19 +50,19 @@ class Program:
 
     def interrupt_after(self, text: str) -> None:
         """Send Ctrl-C, as a terminal does, when it has said this."""
-        wait_until(lambda: text in self.output or not self._process.is_alive())
+        wait_until(lambda: text in self.output or self._process.poll() is not None)
         assert text in self.output
         os.killpg(self._process.pid, signal.SIGINT)
 
     def end(self, code: int = 0) -> "Program":
         """Wait for its end with this exit code."""
-        self._process.join(PATIENCE_SECONDS)
-        assert self._process.exitcode == code, self.output
+        assert self._process.wait(PATIENCE_SECONDS) == code, self.output
         return self
 
     def kill(self) -> None:
-        if self._process.is_alive():
+        if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 @contextmanager
