@@ -26,6 +26,12 @@ def test_a_process_that_is_killed_is_followed_by_a_start_of_all(
     assert all(" was killed by SIGKILL; no checkpoint in " in line for line in lines)
 
 
+def test_processes_that_end_well_are_left_alone(fake, tmp_path):
+    child = fake("sleep 1")
+    assert launch(2, 2, 10, ["train", "--out", str(tmp_path)], tmp_path) == 0
+    assert len(child.starts()) == 2
+
+
 def test_no_process_outlives_a_launcher_that_is_killed_while_they_start(tmp_path):
     """A real launch, with nothing compiled yet: two processes and the launcher."""
     out = tmp_path / "out"
