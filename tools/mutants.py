@@ -250,6 +250,11 @@ class Suite:
         """Forget tests that are not named; a name of a junit file is not always a test's."""
         self._seconds = {name: self._seconds[name] for name in names if name in self._seconds}
 
+    def files(self, checkout: Path) -> list[str]:
+        """Return the files of the recorded tests that the checkout still has."""
+        files = {name.partition("::")[0] for name in self._seconds}
+        return sorted(file for file in files if (checkout / self.root / file).is_file())
+
     def covering(self, mutant: Mutant) -> set[str]:
         """Return the tests that run the mutant's line; none without coverage."""
         if self._database is None:
@@ -436,8 +441,7 @@ def run(
 
     copy = copies.get()
     log = copy / "collected.log"
-    listed = ["tests"] if suite.root == "." else ["."]
-    run_tests(copy, suite.root, listed, log, "--collect-only")
+    run_tests(copy, suite.root, suite.files(copy), log, "--collect-only")
     suite.keep_only(log.read_text("utf-8").splitlines())
     copies.put(copy)
 
