@@ -126,6 +126,9 @@ def tied(*names):
 
 TIED = {
     "an overlap": Refusal(lambda: groups({0: "a", 1: "b"}, {2: "c", 1: "b"}), "'b' on stage 1"),
+    "a stage alone": Refusal(
+        lambda: js.pipeline.sum_tied_gradients("stage", [{2: "a"}]), "`groups`", {2: "a"}
+    ),
     "another shape": Refusal(lambda: tied("e", "b"), "e float32[5]", "b float32[]"),
 }
 

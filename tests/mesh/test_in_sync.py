@@ -19,6 +19,7 @@ def params():
     """One leaf of each kind, equal on all replicas."""
     one = {
         "bool": jnp.array([True, False]),
+        "complex": jnp.array([1 + 2j, 3]),
         "empty": jnp.zeros((0, 2) if TAKES_EMPTY_ARRAYS else (1, 2)),
         "half": jnp.arange(5, dtype=jnp.bfloat16),
         "int": jnp.arange(6, dtype=jnp.int8).reshape(2, 3),
@@ -35,6 +36,7 @@ def changed():
     tree["layer"]["nan"] = tree["layer"]["nan"].at[2].set(jnp.array([0.0, jnp.nan, 0.0]))
     tree["int"] = tree["int"].at[2, 1, 1].set(-100)
     tree["bool"] = tree["bool"].at[3].set(False)
+    tree["complex"] = tree["complex"].at[2, 0].set(1 + 4j)
     tree["half"] = tree["half"].at[1, 4].set(4.03125)
     tree["key"] = tree["key"].at[1].set(jax.random.key(4))
     return tree
@@ -42,6 +44,7 @@ def changed():
 
 EXPECTED = [
     ("bool", 3, 1.0, 1, 2, 0),
+    ("complex", 2, 2.0, 1, 2, 0),
     ("half", 1, 0.03125, 1, 5, 0),
     ("int", 2, 104.0, 1, 6, 0),
     ("key", 1, np.inf, 1, 1, 0),
@@ -54,12 +57,12 @@ EXPECTED = [
 @pytest.mark.parametrize("kind", ["explicit", "virtual"])
 def test_every_leaf_and_replica_that_differs_is_listed(kind):
     mesh = MESHES[kind]({"replica": REPLICAS})
-    assert js.check_in_sync(params(), mesh=mesh) == js.mesh.SyncReport(8, REPLICAS, ())
+    assert js.check_in_sync(params(), mesh=mesh) == js.mesh.SyncReport(9, REPLICAS, ())
     with pytest.raises(js.mesh.OutOfSyncError) as caught:
         js.check_in_sync(changed(), mesh=mesh)
     assert list(map(tuple, caught.value.divergences)) == EXPECTED
     said = str(caught.value)
-    assert "6 leaves" in said
+    assert "7 leaves" in said
     assert "layer/w: replica 1 by 0.5 in 1 of 12 elements, replica 3 by 2 in 4 of 12" in said
 
 
