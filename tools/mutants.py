@@ -488,7 +488,7 @@ def main() -> None:
     open_entries = {
         Mutant(**entry["mutant"]): entry
         for entry in entries
-        if "outcome" not in entry and entry["mutant"]["path"].startswith(tuple(arguments.of))
+        if entry.get("outcome") is None and entry["mutant"]["path"].startswith(tuple(arguments.of))
     }
     suite = Suite(arguments.coverage, arguments.times, arguments.suite)
     preload()

@@ -1,4 +1,4 @@
-"""What islands did with their time, and the same training as one group.
+"""Shows what islands did with their time, and the same training as one group.
 
 `island_runs.py` of tests/cluster runs the islands.
 """
@@ -17,7 +17,7 @@ HEARTBEAT, GRACE = 10, 10  # seconds, as `jaxslowmo launch` has them
 
 
 def shares(ran: Ran, name: str) -> dict[str, float]:
-    """What an island did with its time, from its first update on; it was never killed."""
+    """Return what an island that was never killed did with its time since its first update."""
     last = [fact for fact in ran.facts[name] if "training" in fact][-1]
     begun = next(f["t"] for f in ran.facts[name] if f.get("mark") == "trains")
     wall = last["t"] - begun
@@ -57,7 +57,7 @@ def run_group(
 
     Args:
       outages: seconds since the first update, host, seconds for which it is away.
-      seconds: from the first update to the end.
+      seconds: the time from the first update to the end.
     """
     folder.mkdir(parents=True)
     saved, workers = folder / "checkpoints", []

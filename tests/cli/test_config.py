@@ -172,7 +172,7 @@ def test_what_follows_from_other_options():
 
 
 def read_value(folder: Path, name: str, text: str) -> Any:
-    """What a file with this option becomes, as its repr; None where it is refused."""
+    """Return the repr of what a file with this option becomes; None if it is refused."""
     path = folder / "a.yaml"
     path.write_text(f"{name}: {text}\n")
     try:

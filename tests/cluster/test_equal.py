@@ -31,7 +31,7 @@ LEAST = {
 
 
 def test_losses_parameters_and_bytes(four_hosts, programs, tmp_path):
-    """Of 12 local updates: the processes meet once, and tell the coordinator that they live.
+    """The processes meet once in 12 local updates, and tell the coordinator that they live.
 
     Batches of NumPy arrays, 2 MiB on every host, stay where they are. (`jax.device_put` would
     gather them in every step, to see that the hosts agree.)

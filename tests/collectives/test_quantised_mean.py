@@ -51,7 +51,7 @@ def test_errors_are_bounded_and_accounted_for(replicas, size, block, how, stocha
 
 
 def test_several_axes_are_as_one():
-    """In the order in which they are named; in one all-to-all."""
+    """The axes are taken in the order in which they are named, in one all-to-all."""
     sizes, names = {"a": 2, "b": 4}, ("b", "a")
     x, how, key = draw(8, 301), replace(E4M3, block=16), jax.random.key(0)
     wanted, _ = jax.jit(jax.vmap(mean_of(how, key=key), axis_name="replica"))(x)

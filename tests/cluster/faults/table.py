@@ -87,7 +87,7 @@ def raised(stand: Stand, process: int) -> None:
 @fault("a process of three is killed", "code 0; every number as if none had been", 1)
 @fault("a process of three is killed, 20 times", "code 0; every number as if none had been", 20)
 def killed(stand: Stand, kills: int) -> None:
-    """By turns while a checkpoint is written, and at any time."""
+    """Kill processes by turns while a checkpoint is written, and at any time."""
     last = 6 * (kills + 1)
     options = ("--replicas", "3", "--steps", str(last), "--checkpoint-every", "4")
     stand.settings |= {**OF_THREE, "heartbeat_timeout": 2}
@@ -99,7 +99,7 @@ def killed(stand: Stand, kills: int) -> None:
     run, gone = stand.launch(*options, restarts=kills, processes=3), set[int]()
 
     def all_there() -> dict[int, int] | None:
-        """By their numbers; none of them from the start before."""
+        """Return the trainers by their numbers; none of them is from the start before."""
         own = stand.trainers()
         return own if len(own) == 3 and not gone & {*own.values()} else None
 
@@ -122,6 +122,6 @@ def killed(stand: Stand, kills: int) -> None:
 
 
 def _trajectory(out: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says of every step, without the clock and notes of resumptions."""
+    """Return the lines of metrics.jsonl without the clock and the notes of resumptions."""
     lines = [one for one in records(out) if "resumed" not in one]
     return [{k: v for k, v in one.items() if k != "tokens_per_second"} for one in lines]

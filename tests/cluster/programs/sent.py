@@ -39,7 +39,7 @@ CASES = {
 
 
 def bytes_sent(mesh: jax.sharding.Mesh) -> dict[str, float]:
-    """By algorithm, for each synchronisation; for local steps all of them together."""
+    """Count what each algorithm sends per exchange, and in all local steps together."""
     count, split = mesh.size, NamedSharding(mesh, P(R))
     own = np.random.default_rng(jax.process_index()).normal(size=2**19).astype(np.float32)
     whole = np.linspace(0, 1, count * 2**19, dtype=np.float32)

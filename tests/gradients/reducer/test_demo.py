@@ -27,7 +27,7 @@ def decoded(tx, grads, weights=None):
 
 
 def test_weights_are_factors_and_matrices_may_be_stacked():
-    """As if the idle replica were not there, and each matrix, and each scalar, a leaf."""
+    """The mean is that without the idle replica, and of each matrix as a leaf of its own."""
     rng = np.random.default_rng(0)
     grads = {k: rng.normal(size=(3, 3, *s)) for k, s in {"m": (2, 8, 6), "s": ()}.items()}
     grads = {name: x.astype(np.float32) for name, x in grads.items()}

@@ -34,7 +34,7 @@ def test_only_what_saves_enough_is_compressed():
 
 
 def test_draws_depend_on_all_that_they_should():
-    """On the seed, the bucket, the shape among its matrices, and the number of the update."""
+    """A draw depends on the seed, the bucket, the place of the shape and the update."""
     kinds = [(a, b, c) for a in (0, 1) for b in (0, 1) for c in (0, 1)]
     draws = jax.jit(lambda n: [draw_normal(a, n, b, c, (1, 3, 2)) for a, b, c in kinds])
     found = np.concatenate([np.asarray(draws(count)) for count in (0, 1, 2)])
